@@ -1,0 +1,30 @@
+# The only entry. `make help` lists it.
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-stop model build test test-long lint bench
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: ## build, fetch the model, start prefill, decode and router, ask a question; leaves them running
+	@scripts/demo.sh
+
+demo-stop: ## stop what `make demo` started
+	@scripts/demo-stop.sh
+
+model: ## fetch the demo's model into .demo/models
+	@scripts/venv.sh && .venv/bin/python scripts/model.py
+
+build: ## the binaries, into target/release
+	cargo build --release --workspace --locked --bins
+
+test: ## the whole suite: lints, unit, golden, process and client tests
+	@python3 scripts/test.py
+
+test-long: ## what takes longer: soaks
+	@python3 scripts/test.py --long
+
+lint: ## format, clippy, licences and sources of dependencies
+	@scripts/lint.sh
+
+bench: ## load the demo at concurrency 1 and 16 and print latencies and tokens per second
+	@scripts/bench.sh

@@ -1,0 +1,163 @@
+"""The whole suite, tier by tier: prints each tier's time and, last, one line that counts every test of every tier.
+
+usage: python3 scripts/test.py [--long]
+
+`--long` runs what does not fit into the everyday suite (soaks), in place of it. Under CI=true a skipped test is a
+failure. The closing line is also written to target/test-summary, for .ci/run.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SUMMARY = ROOT / "target" / "test-summary"
+CI = os.environ.get("CI") == "true"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    name: str
+    command: list[str]
+    limit_minutes: int
+    counts: bool = True  # whether the output holds test counts
+
+
+# One build of everything comes first: the tests start the very binaries that are shipped.
+BUILD = [
+    Tier("model", ["sh", "-c", "scripts/venv.sh && .venv/bin/python scripts/model.py"], 20, counts=False),
+    Tier("build", ["cargo", "build", "--release", "--workspace", "--locked", "--bins"], 45, counts=False),
+]
+EVERYDAY = [
+    Tier("lint", ["scripts/lint.sh"], 45, counts=False),
+    Tier(
+        "unit and golden",
+        ["cargo", "test", "--release", "--workspace", "--locked", "--no-fail-fast", "--exclude", "tandem-e2e"],
+        45,
+    ),
+    # One test at a time: they stop, kill and time processes that want both cores.
+    Tier(
+        "process",
+        ["cargo", "test", "--release", "--locked", "--no-fail-fast", "-p", "tandem-e2e", "--", "--test-threads=1"],
+        30,
+    ),
+    Tier(
+        "clients",
+        ["sh", "-c", "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m pytest -q e2e/python"],
+        15,
+    ),
+]
+LONG = [
+    Tier(
+        "soak",
+        ["cargo", "test", "--release", "--locked", "-p", "tandem-e2e", "--test", "long", "--", "--test-threads=1"],
+        40,
+    ),
+]
+
+CARGO = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored;")
+PYTEST = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|errors?|skipped|xfailed|xpassed|deselected|warnings?),? ?)+) ?in [\d.]+s")
+
+
+@dataclasses.dataclass
+class Counts:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def add(self, other: "Counts") -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
+    def read(self, line: str) -> None:
+        """Adds what a summary line of `cargo test` or pytest says; any other line says nothing."""
+        if found := CARGO.match(line):
+            passed, failed, ignored = map(int, found.groups())
+            self.add(Counts(passed, failed, ignored))
+        elif found := PYTEST.match(line):
+            for number, word in re.findall(r"(\d+) (\w+)", found.group(1)):
+                if word in ("passed", "xpassed"):
+                    self.passed += int(number)
+                elif word in ("failed", "error", "errors"):
+                    self.failed += int(number)
+                elif word in ("skipped", "xfailed"):
+                    self.skipped += int(number)
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"{self.passed} passed, {self.failed} failed{skipped}"
+
+
+def run(tier: Tier, env: dict[str, str]) -> Counts:
+    """Runs one tier with its output shown. Whatever makes it end badly without a failed test counts as one."""
+    print(f"\n==> {tier.name}: {' '.join(tier.command)}", flush=True)
+    counts = Counts()
+    process = subprocess.Popen(
+        tier.command, cwd=ROOT, env=env, text=True, errors="replace", bufsize=1, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    late = threading.Timer(tier.limit_minutes * 60, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    try:
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            counts.read(line)
+        code = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
+    finally:
+        expired = late.finished.is_set()
+        late.cancel()
+    if expired:
+        print(f"{tier.name}: killed after {tier.limit_minutes} minutes", flush=True)
+    if code != 0 and counts.failed == 0:
+        print(f"{tier.name}: exit status {code} without a failed test; counted as one failure", flush=True)
+        counts.failed = 1
+    if tier.counts and code == 0 and counts.passed == 0:
+        print(f"{tier.name}: no test ran; counted as one failure", flush=True)
+        counts.failed = 1
+    if CI and counts.skipped:
+        print(f"{tier.name}: {counts.skipped} skipped, which is a failure under CI=true", flush=True)
+        counts.failed += counts.skipped
+        counts.skipped = 0
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="runs the whole suite")
+    parser.add_argument("--long", action="store_true", help="run the soaks in place of the everyday suite")
+    args = parser.parse_args()
+
+    SUMMARY.parent.mkdir(exist_ok=True)
+    SUMMARY.unlink(missing_ok=True)
+    env = os.environ | {"TANDEM_TEST_MODEL": str(ROOT / ".demo" / "models" / "smollm2" / "model.gguf")}
+    total, rows = Counts(), []
+    for tier in BUILD + (LONG if args.long else EVERYDAY):
+        begin = time.monotonic()
+        counts = run(tier, env)
+        total.add(counts)
+        rows.append((tier.name, time.monotonic() - begin, counts))
+        if tier in BUILD and counts.failed:
+            break  # nothing below can run
+
+    print()
+    for name, seconds, counts in rows:
+        print(f"{name:>16}  {int(seconds) // 60:3d} min {int(seconds) % 60:2d} s  {counts}")
+    print(f"{'all':>16}  {int(sum(r[1] for r in rows)) // 60:3d} min", flush=True)
+    SUMMARY.write_text(f"{total}\n")
+    print(total, flush=True)
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
