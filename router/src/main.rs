@@ -1,0 +1,2 @@
+//! router
+fn main() {}
