@@ -1,1 +1,3 @@
 //! router
+
+pub mod text;
