@@ -12,6 +12,8 @@ use super::template::Clock;
 pub(super) fn install(environment: &mut Environment<'static>, clock: Clock) {
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", tojson);
+    environment.add_filter("escape", escape);
+    environment.add_filter("e", escape);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", move |format: &str| strftime(clock(), format));
 }
@@ -48,6 +50,25 @@ fn strftime(now: SystemTime, format: &str) -> Result<String, Error> {
     };
     let now = jiff::Timestamp::try_from(now).map_err(fail)?;
     jiff::fmt::strtime::format(format, &now.to_zoned(jiff::tz::TimeZone::UTC)).map_err(fail)
+}
+
+/// HTML escapes as markupsafe writes them, quotes by number.
+fn escape(value: &Value) -> Value {
+    if value.is_safe() {
+        return value.clone();
+    }
+    let mut out = String::new();
+    for character in value.to_string().chars() {
+        match character {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '\'' => out.push_str("&#39;"),
+            '"' => out.push_str("&#34;"),
+            other => out.push(other),
+        }
+    }
+    Value::from_safe_string(out)
 }
 
 /// `json.dumps(value, ensure_ascii=False, indent=…, separators=…, sort_keys=…)`, as transformers defines the filter.
@@ -235,41 +256,47 @@ fn float(number: f64) -> String {
 /// `{% generation %}…{% endgeneration %}`, which marks an assistant's text for training and prints its body, as
 /// `{% with %}…{% endwith %}`, which has the same scope.
 ///
-/// Only whole tags are replaced, whitespace marks included; the words elsewhere stay.
+/// Only whole tags are replaced, whitespace marks stay; comments and `{% raw %}` blocks are passed over.
 pub(super) fn without_generation_blocks(source: &str) -> String {
-    if !source.contains("generation") {
-        return source.to_owned();
-    }
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
-    while let Some(open) = rest.find("{%") {
-        let (before, tag) = rest.split_at(open);
+    while let Some((open, close)) = next_opening(rest) {
+        let end = rest[open..].find(close).map_or(rest.len(), |end| open + end + close.len());
+        let (before, tag) = (&rest[..open], &rest[open..end]);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let inner = &tag[2..end];
-        let word = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
-        let replacement = match word {
-            "generation" => Some("with"),
-            "endgeneration" => Some("endwith"),
-            _ => None,
-        };
-        match replacement {
-            Some(new) => {
-                let start = if inner.starts_with(['-', '+']) { &inner[..1] } else { "" };
-                let stop = if inner.ends_with(['-', '+']) {
-                    &inner[inner.len() - 1..]
-                } else {
-                    ""
-                };
-                let _ = write!(out, "{{%{start} {new} {stop}%}}");
+        rest = &rest[end..];
+        let inner = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")).unwrap_or_default();
+        let word = inner.strip_prefix(['-', '+']).unwrap_or(inner);
+        let word = word.strip_suffix(['-', '+']).unwrap_or(word);
+        match word.trim() {
+            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            "raw" => {
+                out.push_str(tag);
+                let raw = raw_block_bytes(rest);
+                out.push_str(&rest[..raw]);
+                rest = &rest[raw..];
             }
-            None => out.push_str(&tag[..end + 2]),
+            _ => out.push_str(tag),
         }
-        rest = &tag[end + 2..];
     }
     out.push_str(rest);
     out
+}
+
+/// Where the next tag or comment begins, and what ends it.
+fn next_opening(text: &str) -> Option<(usize, &'static str)> {
+    match (text.find("{%"), text.find("{#")) {
+        (Some(tag), Some(comment)) if comment < tag => Some((comment, "#}")),
+        (Some(tag), _) => Some((tag, "%}")),
+        (None, Some(comment)) => Some((comment, "#}")),
+        (None, None) => None,
+    }
+}
+
+/// How many bytes of `text` lie before the tag `{% endraw %}`.
+fn raw_block_bytes(text: &str) -> usize {
+    text.match_indices("{%")
+        .find(|(at, _)| text[at + 2..].trim_start_matches(['-', '+']).trim_start().starts_with("endraw"))
+        .map_or(text.len(), |(at, _)| at)
 }
