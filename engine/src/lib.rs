@@ -3,5 +3,9 @@
 //! | room | purpose |
 //! | --- | --- |
 //! | [`exec`] | where scheduling and models meet |
+//! | [`kv`] | the paged pool and its prefix cache |
+//! | [`sched`] | continuous batching under one token budget |
 
 pub mod exec;
+pub mod kv;
+pub mod sched;

@@ -1,0 +1,148 @@
+//! Counters and gauges of scheduling, `tandem_engine_*`.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+use tandem_telemetry::initialise;
+use tandem_wire::Reason;
+use tandem_wire::reason::meaning;
+
+use super::load::LoadSnapshot;
+use crate::kv::PageStats;
+
+/// `state`: free, cached or held.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct StateLabel {
+    state: &'static str,
+}
+
+/// `kind`: generate or prefill for requests, prompt or decode for tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct KindLabel {
+    kind: &'static str,
+}
+
+/// `reason`: its stable code.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonLabel {
+    reason: &'static str,
+}
+
+/// The scheduler's metrics; clones count the same.
+#[derive(Debug, Clone)]
+pub struct SchedMetrics {
+    running: Gauge,
+    max_running: Gauge,
+    waiting: Gauge,
+    transferring: Gauge,
+    waiting_tokens: Gauge,
+    pages: Family<StateLabel, Gauge>,
+    pub(super) steps: Counter,
+    pub(super) step_seconds: Histogram,
+    pub(super) step_errors: Counter,
+    tokens: Family<KindLabel, Counter>,
+    pub(super) cached_tokens: Counter,
+    requests: Family<KindLabel, Counter>,
+    pub(super) finished: Counter,
+    pub(super) aborted: Counter,
+    failures: Family<ReasonLabel, Counter>,
+}
+
+impl Default for SchedMetrics {
+    fn default() -> Self {
+        let metrics = Self {
+            running: Gauge::default(),
+            max_running: Gauge::default(),
+            waiting: Gauge::default(),
+            transferring: Gauge::default(),
+            waiting_tokens: Gauge::default(),
+            pages: Family::default(),
+            steps: Counter::default(),
+            // 1 ms to 32 s
+            step_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 16)),
+            step_errors: Counter::default(),
+            tokens: Family::default(),
+            cached_tokens: Counter::default(),
+            requests: Family::default(),
+            finished: Counter::default(),
+            aborted: Counter::default(),
+            failures: Family::default(),
+        };
+        initialise(
+            &metrics.pages,
+            ["free", "cached", "held"].map(|state| StateLabel { state }),
+        );
+        initialise(&metrics.tokens, ["prompt", "decode"].map(|kind| KindLabel { kind }));
+        initialise(
+            &metrics.requests,
+            ["generate", "prefill"].map(|kind| KindLabel { kind }),
+        );
+        // the reasons are numbered from 1 without a gap
+        let reasons = (1..).map_while(|v| Reason::try_from(v).ok());
+        initialise(
+            &metrics.failures,
+            reasons.map(|r| ReasonLabel {
+                reason: meaning(r).code,
+            }),
+        );
+        metrics
+    }
+}
+
+impl SchedMetrics {
+    /// Registers all of it, once per process.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register("running", "Sequences that hold a place", self.running.clone());
+        registry.register("max_running", "Places", self.max_running.clone());
+        registry.register("waiting", "Prefills that wait for a place", self.waiting.clone());
+        registry.register("transferring", "KV hand-offs under way", self.transferring.clone());
+        registry.register(
+            "waiting_tokens",
+            "Prompt tokens not yet computed",
+            self.waiting_tokens.clone(),
+        );
+        registry.register("pages", "KV pages by state", self.pages.clone());
+        registry.register("steps", "Steps computed", self.steps.clone());
+        registry.register("step_seconds", "Duration of a step", self.step_seconds.clone());
+        registry.register("step_errors", "Steps that failed", self.step_errors.clone());
+        registry.register("tokens", "Tokens computed", self.tokens.clone());
+        registry.register(
+            "prefix_cached_tokens",
+            "Prompt tokens found in the prefix cache",
+            self.cached_tokens.clone(),
+        );
+        registry.register("requests", "Requests that came", self.requests.clone());
+        registry.register("finished", "Requests that ended well", self.finished.clone());
+        registry.register("aborted", "Requests whose owner left", self.aborted.clone());
+        registry.register("failures", "Requests refused or failed", self.failures.clone());
+    }
+
+    pub(super) fn load(&self, load: &LoadSnapshot, pages: PageStats) {
+        self.running.set(load.running.into());
+        self.max_running.set(load.max_running.into());
+        self.waiting.set(load.waiting.into());
+        self.transferring.set(load.transferring.into());
+        self.waiting_tokens.set(load.waiting_tokens as i64);
+        for (state, n) in [("free", pages.free), ("cached", pages.cached), ("held", pages.held)] {
+            self.pages.get_or_create(&StateLabel { state }).set(n.into());
+        }
+    }
+
+    pub(super) fn tokens(&self, prompt: u64, decode: u64) {
+        self.tokens.get_or_create(&KindLabel { kind: "prompt" }).inc_by(prompt);
+        self.tokens.get_or_create(&KindLabel { kind: "decode" }).inc_by(decode);
+    }
+
+    pub(super) fn request(&self, kind: &'static str) {
+        self.requests.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    /// Counts a refusal or failure.
+    pub fn failure(&self, reason: Reason) {
+        let reason = meaning(reason).code;
+        self.failures.get_or_create(&ReasonLabel { reason }).inc();
+    }
+}

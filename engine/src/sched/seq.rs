@@ -1,0 +1,208 @@
+//! One sequence: `(computed, total)` tokens, its pages, and where its events go.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tandem_wire::proto::finished::Cause as WireCause;
+use tandem_wire::{Failure, Reason};
+
+use super::scheduler::Admitted;
+use super::stream::{Finish, Mailbox, PendingPrefill, PendingTokens, PrefillEvent, SeqEvent};
+use crate::exec::SampleParams;
+
+/// Why a good answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cause {
+    /// An end or stop token, which is not among the tokens.
+    Stop,
+    /// As many tokens as were asked for.
+    Length,
+}
+
+impl Cause {
+    /// The message form.
+    pub fn to_wire(self) -> WireCause {
+        match self {
+            Self::Stop => WireCause::Stop,
+            Self::Length => WireCause::Length,
+        }
+    }
+
+    /// From the message form; `None` for one that is not named.
+    pub fn from_wire(cause: WireCause) -> Option<Self> {
+        match cause {
+            WireCause::Unspecified => None,
+            WireCause::Stop => Some(Self::Stop),
+            WireCause::Length => Some(Self::Length),
+        }
+    }
+}
+
+/// When an answer ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stops {
+    /// Stop tokens beside the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// The model's own end tokens do not stop it.
+    pub ignore_eos: bool,
+    /// Tokens asked for, at least 1.
+    pub max_new_tokens: u32,
+}
+
+impl Stops {
+    /// Whether `token`, sampled after `emitted` tokens went out, ends the answer.
+    pub fn ends(&self, token: u32, emitted: u32, end_tokens: &[u32]) -> Option<Cause> {
+        if self.stop_token_ids.contains(&token) || (!self.ignore_eos && end_tokens.contains(&token)) {
+            Some(Cause::Stop)
+        } else if emitted + 1 >= self.max_new_tokens {
+            Some(Cause::Length)
+        } else {
+            None
+        }
+    }
+}
+
+/// What a sequence is run for.
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// Tokens to the end; `gather`: in few messages.
+    Generate {
+        mailbox: Arc<Mailbox<PendingTokens>>,
+        gather: bool,
+    },
+    /// The first token and the prompt's KV.
+    Prefill {
+        mailbox: Arc<Mailbox<PendingPrefill>>,
+        chunks: u32,
+    },
+}
+
+/// Readers of gathered tokens wake when this many are there.
+const GATHER_TOKENS: usize = 256;
+
+#[derive(Debug)]
+pub(super) struct Seq {
+    pub(super) kind: Kind,
+    pub(super) admitted: Admitted,
+    /// The prompt, then what was generated.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt_len: usize,
+    /// Tokens whose KV lies in the pages.
+    pub(super) computed: usize,
+    /// Tokens that went out.
+    pub(super) emitted: u32,
+    pub(super) sampling: SampleParams,
+    pub(super) stops: Stops,
+    pub(super) deadline: Option<Instant>,
+    pub(super) last_step: u64,
+    /// Prompt tokens computed here.
+    pub(super) prompt_computed: u32,
+    pub(super) submitted: Instant,
+    pub(super) started: Option<Instant>,
+    pub(super) first_token: Option<Instant>,
+}
+
+impl Seq {
+    pub(super) fn prompt_left(&self) -> u32 {
+        self.prompt_len.saturating_sub(self.computed) as u32
+    }
+
+    pub(super) fn is_aborted(&self) -> bool {
+        match &self.kind {
+            Kind::Generate { mailbox, .. } => mailbox.is_aborted(),
+            Kind::Prefill { mailbox, .. } => mailbox.is_aborted(),
+        }
+    }
+
+    /// `tokens` more have their KV.
+    pub(super) fn advance(&mut self, tokens: u32, step: u64) {
+        self.prompt_computed += tokens.min(self.prompt_left());
+        self.computed += tokens as usize;
+        self.last_step = step;
+        if let Kind::Prefill { chunks, .. } = &mut self.kind {
+            *chunks += 1;
+        }
+    }
+
+    /// Takes a sampled token; `Some` if it ends the sequence.
+    pub(super) fn accept(&mut self, token: u32, end_tokens: &[u32], now: Instant) -> Option<Cause> {
+        self.first_token.get_or_insert(now);
+        let ends = self.stops.ends(token, self.emitted, end_tokens);
+        if let Kind::Generate { mailbox, gather } = &self.kind
+            && ends != Some(Cause::Stop)
+        {
+            self.emitted += 1;
+            let gather = *gather;
+            mailbox.update(|pending| {
+                pending.tokens.push(token);
+                !gather || pending.tokens.len() >= GATHER_TOKENS
+            });
+        }
+        self.tokens.push(token);
+        ends
+    }
+
+    /// Frees everything, then tells the reader: a capacity that an answer shows as free is free.
+    pub(super) fn fail(self, failure: Failure) {
+        drop(self.admitted);
+        match self.kind {
+            Kind::Generate { mailbox, .. } => mailbox.fail(failure),
+            Kind::Prefill { mailbox, .. } => mailbox.fail(failure),
+        }
+    }
+
+    /// The good end. The pages of a prefill go to its reader; everything else is freed before the reader is told.
+    pub(super) fn finish(self, cause: Option<Cause>, now: Instant) {
+        let started = self.started.unwrap_or(now);
+        let first = self.first_token.unwrap_or(now);
+        let queue = started.saturating_duration_since(self.submitted);
+        let prefill = if self.prompt_computed > 0 {
+            first.saturating_duration_since(started)
+        } else {
+            Duration::ZERO
+        };
+        let pages = Arc::clone(&self.admitted.pages);
+        match self.kind {
+            Kind::Generate { mailbox, .. } => {
+                let cached_tokens = pages.cached_tokens();
+                drop((pages, self.admitted));
+                let Some(cause) = cause else { return };
+                mailbox.end(SeqEvent::Finished(Finish {
+                    cause,
+                    completion_tokens: self.emitted,
+                    computed_tokens: self.prompt_computed,
+                    cached_tokens,
+                    queue,
+                    prefill,
+                    decode: now.saturating_duration_since(first),
+                }));
+            }
+            Kind::Prefill { mailbox, .. } => {
+                drop(self.admitted);
+                let Some(&first_token) = self.tokens.last() else { return };
+                mailbox.end(PrefillEvent::Done {
+                    first_token,
+                    ends: cause,
+                    pages,
+                    computed_tokens: self.prompt_computed,
+                    queue,
+                    prefill,
+                });
+            }
+        }
+    }
+
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|d| d <= now)
+    }
+
+    pub(super) fn deadline_failure(&self, source: tandem_wire::Source) -> Failure {
+        let detail = format!(
+            "the request's time is over after {} of {} prompt tokens and {} new tokens",
+            self.computed.min(self.prompt_len),
+            self.prompt_len,
+            self.emitted
+        );
+        Failure::new(Reason::Deadline, source, detail)
+    }
+}

@@ -1,0 +1,4 @@
+//! Integration tests of the engine, one binary.
+
+mod sched;
+mod support;
