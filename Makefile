@@ -2,14 +2,17 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop model build test test-long lint bench
 
+# Where the demo's router listens.
+HTTP ?= 127.0.0.1:8080
+
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: ## build, fetch the model, start prefill, decode and router, ask a question; leaves them running
-	@scripts/demo.sh
+demo: ## build, fetch the model, start prefill, decode and router, ask a question; leaves them running (HTTP=HOST:PORT)
+	@scripts/venv.sh && .venv/bin/python scripts/demo.py start --http $(HTTP)
 
 demo-stop: ## stop what `make demo` started
-	@scripts/demo-stop.sh
+	@python3 scripts/demo.py stop
 
 model: ## fetch the demo's model into .demo/models
 	@scripts/venv.sh && .venv/bin/python scripts/model.py
@@ -26,5 +29,6 @@ test-long: ## what takes longer: soaks
 lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh
 
-bench: ## load the demo at concurrency 1 and 16 and print latencies and tokens per second
-	@scripts/bench.sh
+bench: demo ## load the demo at concurrency 1 and 16; print latencies and tokens per second
+	target/release/tandem bench chat --url http://$(HTTP) --concurrency 1
+	target/release/tandem bench chat --url http://$(HTTP) --concurrency 16

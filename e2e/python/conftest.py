@@ -18,10 +18,14 @@ MODEL = "smollm2"
 MAX_LENGTH_TOKENS = 1024
 
 
-def free_port() -> int:
+def free_port(given: set[int] = set()) -> int:  # noqa: B006, one set for the session is meant
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        port = sock.getsockname()[1]
+    if port in given:
+        return free_port()
+    given.add(port)
+    return port
 
 
 def model_file() -> pathlib.Path:

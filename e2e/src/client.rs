@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tonic::transport::Channel;
 
 /// No request of a test takes longer; one that does hangs.
-pub const HANG: Duration = Duration::from_secs(120);
+pub const HANG: Duration = Duration::from_mins(2);
 
 /// How a generation ended.
 #[derive(Debug, Clone)]

@@ -77,15 +77,27 @@ where
 }
 
 /// A port that was free a moment ago, and is not given twice by this process.
+///
+/// It lies below the kernel's range for outgoing connections: a process that is killed must find its port free again,
+/// and any client on the machine could have been given an ephemeral one meanwhile.
 pub fn free_port() -> u16 {
-    use std::collections::BTreeSet;
-    use std::sync::Mutex;
-    static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
-    let mut given = GIVEN.lock().expect("no holder panics");
+    use std::sync::atomic::{AtomicU32, Ordering};
+    const LOWEST: u32 = 10_000;
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
+    let ephemeral = range
+        .split_whitespace()
+        .next()
+        .and_then(|low| low.parse().ok())
+        .unwrap_or(32_768_u32);
+    let width = ephemeral.saturating_sub(LOWEST).max(1000);
+    // Two test binaries at once begin at different places.
+    let start = std::process::id() % width;
     loop {
-        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
-        let port = listener.local_addr().expect("a bound socket has an address").port();
-        if given.insert(port) {
+        let step = NEXT.fetch_add(1, Ordering::Relaxed);
+        assert!(step < width, "no free port between {LOWEST} and {}", LOWEST + width);
+        let port = (LOWEST + (start + step) % width) as u16;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 pub fn http() -> reqwest::Client {
     reqwest::Client::builder()
         .pool_max_idle_per_host(0)
-        .timeout(Duration::from_secs(120))
+        .timeout(Duration::from_mins(2))
         .build()
         .expect("an HTTP client")
 }

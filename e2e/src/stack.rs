@@ -11,7 +11,7 @@ use crate::process::Process;
 use crate::{bin, client, eventually, free_port, model, probe};
 
 /// From its start until an engine serves, on a busy machine.
-pub const START: Duration = Duration::from_secs(60);
+pub const START: Duration = Duration::from_mins(1);
 
 /// Timers that a test can wait for. Silence of 4 s means a lost peer: on two cores under full load the longest that a
 /// connection's task waits for its turn is far below it.

@@ -1,0 +1,87 @@
+//! What the documents say about the software is what the software says about itself.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::process::Command;
+
+use tandem_e2e::{bin, root};
+use tandem_wire::Reason;
+use tandem_wire::reason::meaning;
+
+fn documents() -> Vec<(PathBuf, String)> {
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(root().join("docs"))
+        .expect("docs/")
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
+    paths.push(root().join("README.md"));
+    paths
+        .into_iter()
+        .map(|path| (path.clone(), std::fs::read_to_string(path).expect("a text")))
+        .collect()
+}
+
+#[test]
+fn the_table_of_errors_is_the_table_of_reasons() {
+    let text = std::fs::read_to_string(root().join("docs/errors.md")).expect("docs/errors.md");
+    let documented: BTreeSet<(String, u16, bool)> = text
+        .lines()
+        .filter_map(|line| {
+            let mut cells = line.strip_prefix("| `")?.split('|').map(str::trim);
+            let code = cells.next()?.trim_end_matches('`').to_owned();
+            Some((code, cells.next()?.parse().ok()?, cells.next()? == "yes"))
+        })
+        .collect();
+    let known: BTreeSet<(String, u16, bool)> = (1..)
+        .map_while(|number| Reason::try_from(number).ok())
+        .map(meaning)
+        .map(|meaning| (meaning.code.to_owned(), meaning.http, meaning.retryable))
+        .collect();
+    assert_eq!(documented, known);
+}
+
+#[test]
+fn every_flag_that_the_documents_name_exists() {
+    let help = |program: &str, arguments: &[&str]| {
+        let output = Command::new(bin(program))
+            .args(arguments)
+            .arg("--help")
+            .output()
+            .expect("--help");
+        assert!(
+            output.status.success(),
+            "{program} {arguments:?} --help: {}",
+            output.status
+        );
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let help = [
+        help("tandem-engine", &[]),
+        help("tandem-router", &[]),
+        help("tandem", &["up"]),
+        help("tandem", &["bench", "chat"]),
+    ]
+    .concat();
+    let known: BTreeSet<&str> = help
+        .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+        .filter(|word| word.starts_with("--"))
+        .collect();
+    for (path, text) in documents() {
+        // Flags stand in code: `--flag`, or on an indented or fenced line that begins with one of our programs.
+        for line in text.lines() {
+            let ours = ["`--", "tandem ", "tandem-engine", "tandem-router"]
+                .iter()
+                .any(|mark| line.contains(mark));
+            for word in line
+                .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+                .filter(|_| ours)
+            {
+                let is_flag = word.len() > 3 && word.starts_with("--") && word.as_bytes()[2] != b'-';
+                assert!(
+                    !is_flag || known.contains(word),
+                    "{} names {word}, which no program has",
+                    path.display()
+                );
+            }
+        }
+    }
+}
