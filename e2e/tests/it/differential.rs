@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tandem_e2e::stack::{Engine, Pair};
 use tandem_e2e::{client, eventually, salted_tokens};
+use tandem_wire::proto::{GenerateRequest, Sampling};
 
 /// One member of the crowd.
 #[derive(Debug, Clone)]
@@ -12,10 +13,21 @@ struct Member {
     new_tokens: u32,
     /// Drop the stream when so many tokens have arrived.
     abort_after: Option<usize>,
+    sampling: Sampling,
+}
+
+impl Member {
+    fn of(&self, request: GenerateRequest) -> GenerateRequest {
+        GenerateRequest {
+            sampling: Some(self.sampling),
+            ..request
+        }
+    }
 }
 
 /// Lengths cross pages (16) and chunks (128) on both sides; a third share a beginning, a third leave early: before the
-/// first token (while queued, in prefill or in transfer) or among the later ones.
+/// first token (while queued, in prefill or in transfer) or among the later ones. Every fourth is sampled: its random
+/// numbers hang on seed and position alone.
 fn crowd(seed: u64, vocab: u32) -> Vec<Member> {
     let dice = salted_tokens(seed, 32 * 4, 1_000_000);
     let shared = salted_tokens(seed + 1, 512, vocab);
@@ -42,6 +54,15 @@ fn crowd(seed: u64, vocab: u32) -> Vec<Member> {
                 prompt,
                 new_tokens,
                 abort_after,
+                sampling: if i % 4 == 2 {
+                    Sampling {
+                        temperature: 0.9,
+                        top_p: 0.95,
+                        seed: seed + i as u64,
+                    }
+                } else {
+                    Sampling::default()
+                },
             }
         })
         .collect()
@@ -59,7 +80,11 @@ async fn survivors_of_a_crowd_with_aborts_answer_as_alone_and_nothing_is_left() 
     let mut alone = Vec::new();
     let mut client = unified.client().await;
     for member in &crowd {
-        let outcome = client::generate(&mut client, client::request(&info, &member.prompt, member.new_tokens)).await;
+        let outcome = client::generate(
+            &mut client,
+            member.of(client::request(&info, &member.prompt, member.new_tokens)),
+        )
+        .await;
         assert_eq!(outcome.tokens.len(), member.new_tokens as usize, "{:?}", outcome.end);
         alone.push(outcome.tokens);
     }
@@ -71,7 +96,7 @@ async fn survivors_of_a_crowd_with_aborts_answer_as_alone_and_nothing_is_left() 
 
     let mut tasks = tokio::task::JoinSet::new();
     for (index, member) in crowd.iter().cloned().enumerate() {
-        let request = pair.request(&member.prompt, member.new_tokens).await;
+        let request = member.of(pair.request(&member.prompt, member.new_tokens).await);
         let mut client = pair.decode.client().await;
         tasks.spawn(async move {
             let enough = member.abort_after.unwrap_or(usize::MAX);

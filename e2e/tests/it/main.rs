@@ -9,4 +9,6 @@ mod freeze;
 mod http;
 mod kill;
 mod kv_moves;
+mod lifecycle;
+mod pressure;
 mod up;
