@@ -261,11 +261,16 @@ pub(super) fn without_generation_blocks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some((open, close)) = next_opening(rest) {
-        let end = rest[open..].find(close).map_or(rest.len(), |end| open + end + close.len());
+        let end = rest[open..]
+            .find(close)
+            .map_or(rest.len(), |end| open + end + close.len());
         let (before, tag) = (&rest[..open], &rest[open..end]);
         out.push_str(before);
         rest = &rest[end..];
-        let inner = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")).unwrap_or_default();
+        let inner = tag
+            .strip_prefix("{%")
+            .and_then(|tag| tag.strip_suffix("%}"))
+            .unwrap_or_default();
         let word = inner.strip_prefix(['-', '+']).unwrap_or(inner);
         let word = word.strip_suffix(['-', '+']).unwrap_or(word);
         match word.trim() {
@@ -297,6 +302,11 @@ fn next_opening(text: &str) -> Option<(usize, &'static str)> {
 /// How many bytes of `text` lie before the tag `{% endraw %}`.
 fn raw_block_bytes(text: &str) -> usize {
     text.match_indices("{%")
-        .find(|(at, _)| text[at + 2..].trim_start_matches(['-', '+']).trim_start().starts_with("endraw"))
+        .find(|(at, _)| {
+            text[at + 2..]
+                .trim_start_matches(['-', '+'])
+                .trim_start()
+                .starts_with("endraw")
+        })
         .map_or(text.len(), |(at, _)| at)
 }

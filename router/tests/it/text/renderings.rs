@@ -35,7 +35,11 @@ fn clock() -> SystemTime {
 }
 
 fn compile(source: &str) -> Result<ChatTemplate, TextError> {
-    let special = [("bos_token", "<|begin|>"), ("eos_token", "<|im_end|>"), ("pad_token", "<|pad|>")];
+    let special = [
+        ("bos_token", "<|begin|>"),
+        ("eos_token", "<|im_end|>"),
+        ("pad_token", "<|pad|>"),
+    ];
     let special = special.map(|(name, token)| (name.to_owned(), token.to_owned())).into();
     ChatTemplate::compile_with_clock(source, &special, clock)
 }
@@ -71,7 +75,12 @@ fn templates_render_other_bytes_than_jinja2() {
         }
     }
     assert!(compared > 100, "only {compared} renderings compared");
-    assert!(wrong.is_empty(), "{} of {compared} differ:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{} of {compared} differ:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
 }
 
 /// The first lines that differ.
@@ -83,5 +92,9 @@ fn difference(want: &Expected, got: &Expected) -> String {
         }
     }
     let short = |text: String| text.chars().take(300).collect::<String>();
-    format!("  want {}\n  got  {}", short(format!("{want:?}")), short(format!("{got:?}")))
+    format!(
+        "  want {}\n  got  {}",
+        short(format!("{want:?}")),
+        short(format!("{got:?}"))
+    )
 }
