@@ -8,6 +8,7 @@
 //! | [`stream`] | what a request's owner sees: events, bounded, dropped to abort |
 //! | [`scheduler`] | the handle: admission, generate, prefill, drain |
 //! | [`metrics`] | counters and gauges of all of this |
+//! | `shared` | what handle and loop share; places |
 //! | `seq` | one sequence, `(computed, total)` tokens |
 //! | `run` | the loop: its own thread, owner of the executor |
 //!
@@ -21,13 +22,15 @@ pub mod plan;
 mod run;
 pub mod scheduler;
 mod seq;
+mod shared;
 pub mod stream;
 
 pub use knobs::{KnobRange, SchedKnobs};
 pub use load::{Health, LoadSnapshot};
-pub use scheduler::{Admission, Admitted, GenParams, PrefillParams, Scheduler, StartError, TransferGuard};
+pub use scheduler::{Admission, GenParams, PrefillParams, Scheduler, StartError};
 pub use seq::{Cause, Stops};
-pub use stream::{Finish, PrefillEvent, PrefillStream, SeqEvent, SeqStream};
+pub use shared::{Admitted, TransferGuard};
+pub use stream::{Finish, PrefillAbort, PrefillEvent, PrefillStream, SeqEvent, SeqStream};
 
 use tandem_wire::{Source, proto};
 

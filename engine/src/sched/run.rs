@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tandem_wire::Reason;
+use tandem_wire::{Failure, Reason};
 
 use super::plan::{self, Limits, Part, Work};
-use super::scheduler::{Admission, Admitted, Shared, Waiting};
+use super::scheduler::Admission;
 use super::seq::{Kind, Seq, Stops};
+use super::shared::{Admitted, Shared, Waiting};
 use super::stream::{Mailbox, PendingPrefill};
 use crate::exec::{Executor, Sampled, StepError, StepSeq};
 
@@ -188,7 +189,7 @@ impl Run {
         for seq in self.running.extract_if(.., |seq| seq.is_aborted() || seq.is_late(now)) {
             if seq.is_aborted() {
                 self.shared.metrics.aborted.inc();
-                drop(seq);
+                seq.fail(Failure::new(Reason::AbortedByPeer, source, "its owner left"));
             } else {
                 let failure = seq.deadline_failure(source);
                 self.shared.metrics.failure(failure.reason);

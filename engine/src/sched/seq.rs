@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tandem_wire::proto::finished::Cause as WireCause;
 use tandem_wire::{Failure, Reason};
 
-use super::scheduler::Admitted;
+use super::shared::Admitted;
 use super::stream::{Finish, Mailbox, PendingPrefill, PendingTokens, PrefillEvent, SeqEvent};
 use crate::exec::SampleParams;
 

@@ -147,6 +147,17 @@ impl<P: Pending> Mailbox<P> {
         self.notify.notify_one();
     }
 
+    /// Nobody wants it any more. A result that nobody read may hold pages, so it goes as well.
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+        let mut inner = self.inner.lock();
+        inner.ended = true;
+        let unread = inner.terminal.take();
+        drop(inner);
+        drop(unread);
+        self.notify.notify_one();
+    }
+
     pub(super) fn fail(&self, failure: Failure) {
         self.end(P::failed(failure));
     }
@@ -216,7 +227,7 @@ async fn died(health: &mut watch::Receiver<Health>) -> String {
 
 impl<P: Pending> Drop for Reader<P> {
     fn drop(&mut self) {
-        self.mailbox.aborted.store(true, Ordering::Release);
+        self.mailbox.abort();
         self.scheduler.unpark();
     }
 }
@@ -304,5 +315,27 @@ impl PrefillStream {
     /// The next event; `None` after the terminal one. Queue places and progress are the newest ones.
     pub async fn recv(&mut self) -> Option<PrefillEvent> {
         self.0.recv().await
+    }
+
+    /// Lets somebody else abort it too, from any thread, also while this reader's runtime stands still.
+    pub fn aborter(&self) -> PrefillAbort {
+        PrefillAbort {
+            mailbox: Arc::clone(&self.0.mailbox),
+            scheduler: self.0.scheduler.clone(),
+        }
+    }
+}
+
+/// Aborts a prefill when dropped; one whose result was read already is left alone.
+#[derive(Debug)]
+pub struct PrefillAbort {
+    mailbox: Arc<Mailbox<PendingPrefill>>,
+    scheduler: Thread,
+}
+
+impl Drop for PrefillAbort {
+    fn drop(&mut self) {
+        self.mailbox.abort();
+        self.scheduler.unpark();
     }
 }
