@@ -1,2 +1,45 @@
-//! tandem
-fn main() {}
+//! `tandem`: a `PDDeployment` on this machine, and what measures it.
+
+mod claims;
+mod console;
+mod manifest;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Large language models with prefill and decode as separate processes.
+#[derive(Debug, Parser)]
+#[command(name = "tandem", version, propagate_version = true, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a PDDeployment on this machine: prefill, decode and router as processes on loopback
+    Up(up::UpArgs),
+    /// Stop what `tandem up` left running
+    Down(up::DownArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    // One thread: children ask the kernel to end them when the thread that started them ends, so that thread must be
+    // the one that lives as long as the process.
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            console::error(&format!("cannot start: {error}"));
+            return ExitCode::FAILURE;
+        }
+    };
+    runtime.block_on(async {
+        match cli.command {
+            Command::Up(args) => up::up(args).await,
+            Command::Down(args) => up::down(args).await,
+        }
+    })
+}

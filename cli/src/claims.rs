@@ -1,0 +1,234 @@
+//! Persistent volume claims on one machine: a claim is a folder.
+
+use std::ffi::OsString;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use sha2::{Digest as _, Sha256};
+use tandem_crds::Model;
+
+/// `--claim NAME=DIR`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClaimDir {
+    pub claim: String,
+    pub dir: PathBuf,
+}
+
+impl FromStr for ClaimDir {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.split_once('=') {
+            Some((claim, dir)) if !claim.is_empty() && !dir.is_empty() => Ok(Self {
+                claim: claim.to_owned(),
+                dir: PathBuf::from(dir),
+            }),
+            _ => Err("write NAME=DIR, for example models=/data/models".to_owned()),
+        }
+    }
+}
+
+/// Why a claim's file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    #[error("neither XDG_DATA_HOME nor HOME is set: say where claim {claim:?} lies with --claim {claim}=DIR")]
+    NoHome { claim: String },
+    #[error("--claim {claim}={}: the manifest names no claim {claim:?} but {expected:?}", dir.display())]
+    UnknownClaim {
+        claim: String,
+        dir: PathBuf,
+        expected: String,
+    },
+    #[error(
+        "no model file: the manifest names path {path:?} in claim {claim:?}, on this machine {}: {problem}; put the \
+         file there, or say where the claim's files lie with --claim {claim}=DIR", file.display()
+    )]
+    NoFile {
+        claim: String,
+        path: String,
+        file: PathBuf,
+        problem: String,
+    },
+    #[error("cannot read {}: {source}", file.display())]
+    Read { file: PathBuf, source: std::io::Error },
+    #[error(
+        "the model's file is not the one of the manifest: {} has SHA-256 {found}, spec.model.revision is {expected}; \
+         put the right file there or change the revision", file.display()
+    )]
+    Revision {
+        file: PathBuf,
+        found: String,
+        expected: String,
+    },
+}
+
+/// The model's file on this machine; it exists, holds bytes, and is the one that the manifest names.
+pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>) -> Result<PathBuf, ClaimError> {
+    let pvc = &model.source.pvc;
+    if let Some(other) = claims.iter().find(|claim| claim.claim != pvc.claim_name) {
+        return Err(ClaimError::UnknownClaim {
+            claim: other.claim.clone(),
+            dir: other.dir.clone(),
+            expected: pvc.claim_name.clone(),
+        });
+    }
+    let dir = match (claims.last(), data_home) {
+        (Some(given), _) => given.dir.clone(),
+        (None, Some(home)) => home.join("tandem/claims").join(&pvc.claim_name),
+        (None, None) => {
+            return Err(ClaimError::NoHome {
+                claim: pvc.claim_name.clone(),
+            });
+        }
+    };
+    let file = std::path::absolute(dir.join(&pvc.path)).unwrap_or_else(|_| dir.join(&pvc.path));
+    let problem = match std::fs::metadata(&file) {
+        Ok(found) if !found.is_file() => Some("it is not a file".to_owned()),
+        Ok(found) if found.len() == 0 => Some("the file is empty".to_owned()),
+        Ok(_) => std::fs::File::open(&file).err().map(|error| error.to_string()),
+        Err(error) => Some(error.to_string()),
+    };
+    if let Some(problem) = problem {
+        return Err(ClaimError::NoFile {
+            claim: pvc.claim_name.clone(),
+            path: pvc.path.clone(),
+            file,
+            problem,
+        });
+    }
+    if !model.revision.is_empty() {
+        let found = sha256(&file).map_err(|source| ClaimError::Read {
+            file: file.clone(),
+            source,
+        })?;
+        if found != model.revision {
+            return Err(ClaimError::Revision {
+                file,
+                found,
+                expected: model.revision.clone(),
+            });
+        }
+    }
+    Ok(file)
+}
+
+fn sha256(file: &Path) -> std::io::Result<String> {
+    let mut reader = std::fs::File::open(file)?;
+    let mut hasher = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match reader.read(&mut buffer)? {
+            0 => return Ok(hex(&hasher.finalize())),
+            read => hasher.update(&buffer[..read]),
+        }
+    }
+}
+
+/// Lower-case hex digits.
+pub fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+}
+
+/// `variable`, or `HOME` with `below` added: the XDG rule for data and state folders.
+pub fn xdg_dir(variable: &str, below: &str) -> Option<PathBuf> {
+    let set = |name: &str| {
+        std::env::var_os(name)
+            .filter(|value: &OsString| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    // A relative path in an XDG variable is to be ignored (XDG base directory specification 0.8).
+    set(variable)
+        .filter(|dir| dir.is_absolute())
+        .or_else(|| set("HOME").map(|home| home.join(below)))
+}
+
+#[cfg(test)]
+mod tests {
+    use tandem_crds::{ModelSource, PvcSource};
+
+    use super::*;
+
+    fn model(revision: &str) -> Model {
+        Model {
+            name: "m".into(),
+            source: ModelSource {
+                pvc: PvcSource {
+                    claim_name: "models".into(),
+                    path: "sub/model.gguf".into(),
+                },
+            },
+            revision: revision.into(),
+            max_length_tokens: None,
+        }
+    }
+
+    fn claim(text: &str) -> Vec<ClaimDir> {
+        vec![text.parse().unwrap()]
+    }
+
+    #[test]
+    fn a_missing_file_names_claim_path_and_place() {
+        let home = tempfile::tempdir().unwrap();
+        let error = find_model(&model(""), &[], Some(home.path().into()))
+            .unwrap_err()
+            .to_string();
+        let place = home.path().join("tandem/claims/models/sub/model.gguf");
+        for part in [
+            "\"models\"",
+            "\"sub/model.gguf\"",
+            place.to_str().unwrap(),
+            "--claim models=DIR",
+        ] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        let error = find_model(&model(""), &claim("models=/nowhere"), None)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("/nowhere/sub/model.gguf"), "{error}");
+        assert!(
+            find_model(&model(""), &[], None)
+                .unwrap_err()
+                .to_string()
+                .contains("--claim models=DIR")
+        );
+    }
+
+    #[test]
+    fn a_claim_that_the_manifest_does_not_name_is_refused() {
+        let error = find_model(&model(""), &claim("model=/data"), None)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("no claim \"model\" but \"models\""), "{error}");
+        assert!("models".parse::<ClaimDir>().unwrap_err().contains("NAME=DIR"));
+        assert!("=x".parse::<ClaimDir>().is_err());
+    }
+
+    #[test]
+    fn another_file_than_the_revision_names_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("sub")).unwrap();
+        let file = dir.path().join("sub/model.gguf");
+        let claims = claim(&format!("models={}", dir.path().display()));
+        std::fs::write(&file, "").unwrap();
+        assert!(
+            find_model(&model(""), &claims, None)
+                .unwrap_err()
+                .to_string()
+                .contains("the file is empty")
+        );
+        std::fs::write(&file, "abc").unwrap();
+        // FIPS 180-2, appendix B.1.
+        let abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+        assert_eq!(find_model(&model(abc), &claims, None).unwrap(), file);
+        std::fs::write(&file, "abd").unwrap();
+        let error = find_model(&model(abc), &claims, None).unwrap_err().to_string();
+        assert!(error.contains(abc) && error.contains("has SHA-256"), "{error}");
+    }
+}

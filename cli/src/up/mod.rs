@@ -1,0 +1,251 @@
+//! `tandem up`: the same binaries, from the same manifest, as children of this process on loopback.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`plan`] | deployment and machine to processes in their order; pure |
+//! | [`ports`], [`memory`] | what the machine has |
+//! | [`child`], [`probe`], [`logs`] | one child: its life, its health, its output |
+//! | [`supervise`] | all children |
+//! | [`stack`] | start in order, follow, stop in the opposite order |
+//! | [`state`] | what runs, for other commands |
+//! | [`detach`] | `--detach` and `tandem down` |
+
+mod child;
+mod detach;
+mod logs;
+mod memory;
+mod plan;
+mod ports;
+mod probe;
+mod signals;
+mod stack;
+mod state;
+mod supervise;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+
+use crate::claims::{self, ClaimDir, ClaimError};
+use crate::console;
+use crate::manifest::{self, ManifestError};
+
+/// `tandem up`.
+#[derive(Debug, Args)]
+pub struct UpArgs {
+    /// The manifest of a PDDeployment
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    file: PathBuf,
+    /// Where a claim's files lie on this machine [default: its folder in the user's data folder, tandem/claims/NAME]
+    #[arg(long = "claim", value_name = "NAME=DIR")]
+    claims: Vec<ClaimDir>,
+    /// Where the router listens; port 0 takes a free one
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080")]
+    http: SocketAddr,
+    /// KV cache memory of each engine, in MiB
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    kv_memory_mib: u32,
+    /// Threads of each engine [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
+    /// Also write each process's log to a file in this folder [with --detach: logs in the state folder]
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+    /// Return when all is ready and leave it running; `tandem down` stops it
+    #[arg(long)]
+    detach: bool,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// `tandem down`.
+#[derive(Debug, Args)]
+pub struct DownArgs {
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+#[derive(Debug, Args)]
+struct StateArgs {
+    /// Where this machine's deployment is recorded; one folder per deployment that runs at a time
+    /// [default: tandem/up in the user's state folder]
+    #[arg(long = "state-dir", value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+impl StateArgs {
+    fn dir(&self) -> Result<PathBuf, UpError> {
+        match &self.dir {
+            Some(dir) => Ok(dir.clone()),
+            None => Ok(claims::xdg_dir("XDG_STATE_HOME", ".local/state")
+                .ok_or(UpError::NoState)?
+                .join("tandem/up")),
+        }
+    }
+}
+
+/// Why a deployment does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum UpError {
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    #[error("neither XDG_STATE_HOME nor HOME is set: say where the deployment is recorded with --state-dir DIR")]
+    NoState,
+    #[error("cannot use state folder {}: {source}; choose another with --state-dir", dir.display())]
+    State { dir: PathBuf, source: std::io::Error },
+    #[error("a deployment is running already, recorded in {}{what}; stop it with `tandem down --state-dir {}`, or \
+             give this one another --state-dir and --http", dir.display(), dir.display())]
+    Running { dir: PathBuf, what: String },
+    #[error("spec.prefill.replicas and spec.decode.replicas are 0: nothing to run; write 1 or more")]
+    NoReplicas,
+    #[error("the router cannot listen on {addr}: {source}; stop what holds it, or choose another address with --http")]
+    Http { addr: SocketAddr, source: std::io::Error },
+    #[error("no {name} beside this program: looked for {}; install both together, or build it with \
+             `cargo build --release`", path.display())]
+    NoBinary { name: &'static str, path: PathBuf },
+    #[error("{0}")]
+    Memory(String),
+    #[error("no ports for the processes: {0}")]
+    Ports(String),
+    #[error("cannot write logs into {}: {source}; choose another --log-dir", dir.display())]
+    Logs { dir: PathBuf, source: std::io::Error },
+    #[error("cannot {what}: {source}")]
+    System { what: &'static str, source: std::io::Error },
+    #[error("{0}")]
+    Child(stack::ChildFailure),
+    #[error("{message}")]
+    Detached { message: String, code: u8 },
+    #[error("process {pid} did not stop within {seconds} s and was killed with its children")]
+    Stuck { pid: u32, seconds: u64 },
+}
+
+impl UpError {
+    fn code(&self) -> u8 {
+        match self {
+            Self::Child(failure) => failure.code(),
+            Self::Detached { code, .. } => *code,
+            _ => 1,
+        }
+    }
+}
+
+fn finish(result: Result<(), UpError>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            console::error(&error.to_string());
+            ExitCode::from(error.code())
+        }
+    }
+}
+
+/// Runs the deployment until it is stopped, or until it is ready with `--detach`.
+pub async fn up(args: UpArgs) -> ExitCode {
+    finish(if args.detach {
+        detach::start(&args).await
+    } else {
+        run(&args).await
+    })
+}
+
+/// Stops a deployment.
+pub async fn down(args: DownArgs) -> ExitCode {
+    finish(match args.state.dir() {
+        Ok(dir) => detach::down(&dir).await,
+        Err(error) => Err(error),
+    })
+}
+
+/// Checks everything that can be checked before a process starts, then runs.
+async fn run(args: &UpArgs) -> Result<(), UpError> {
+    let object = manifest::load(&args.file)?;
+    let spec = &object.spec;
+    if plan::engines(spec) == 0 {
+        return Err(UpError::NoReplicas);
+    }
+    let dir = args.state.dir()?;
+    let held = state::StateDir::take(&dir)
+        .map_err(|source| UpError::State {
+            dir: dir.clone(),
+            source,
+        })?
+        .ok_or_else(|| running(&dir))?;
+
+    let engine = binary("tandem-engine")?;
+    let router = binary("tandem-router")?;
+    let model = claims::find_model(
+        &spec.model,
+        &args.claims,
+        claims::xdg_dir("XDG_DATA_HOME", ".local/share"),
+    )?;
+    let model_bytes = std::fs::metadata(&model).map_or(0, |found| found.len());
+    memory::Need::new(plan::engines(spec), args.kv_memory_mib, model_bytes)
+        .check(memory::available_mib())
+        .map_err(UpError::Memory)?;
+
+    let mut ports =
+        ports::Ports::reserve(plan::ports_needed(spec) + 1).map_err(|error| UpError::Ports(error.to_string()))?;
+    let mut list = ports.list();
+    let mut http = args.http;
+    if let Some(spare) = list.pop()
+        && http.port() == 0
+    {
+        ports.release(spare);
+        http.set_port(spare);
+    }
+    std::net::TcpListener::bind(http).map_err(|source| UpError::Http { addr: http, source })?;
+    if let Some(dir) = &args.log_dir {
+        std::fs::create_dir_all(dir).map_err(|source| UpError::Logs {
+            dir: dir.clone(),
+            source,
+        })?;
+    }
+
+    let machine = plan::Machine {
+        engine,
+        router,
+        model,
+        http,
+        threads: args.threads,
+        kv_memory_mib: args.kv_memory_mib,
+    };
+    let plan = plan::plan(spec, &machine, &list).map_err(UpError::Ports)?;
+    let signals = signals::Signals::new().map_err(|source| UpError::System {
+        what: "listen for signals",
+        source,
+    })?;
+    let names = stack::Names {
+        deployment: object.metadata.name.clone(),
+        model: spec.model.name.clone(),
+    };
+    stack::Stack::new(names, plan, ports, held, args.log_dir.clone())
+        .run(signals)
+        .await
+}
+
+fn running(dir: &Path) -> UpError {
+    let what = state::read(dir)
+        .map(|state| format!(" ({:?} as process {}, http://{})", state.name, state.pid, state.http))
+        .unwrap_or_default();
+    UpError::Running {
+        dir: dir.to_owned(),
+        what,
+    }
+}
+
+fn binary(name: &'static str) -> Result<PathBuf, UpError> {
+    let me = std::env::current_exe().map_err(|source| UpError::System {
+        what: "find this program's folder",
+        source,
+    })?;
+    let path = me.with_file_name(name);
+    if path.is_file() {
+        Ok(path)
+    } else {
+        Err(UpError::NoBinary { name, path })
+    }
+}

@@ -1,0 +1,181 @@
+//! What runs, written where other commands find it: `state.json` beside a lock that is held while it is true.
+
+use std::fs::{File, TryLockError};
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::plan::Role;
+
+/// A command that only looks may hold the lock for a moment.
+const LOCK_TRIES: u32 = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(25);
+
+/// What runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct State {
+    /// The supervisor.
+    pub pid: u32,
+    pub phase: Phase,
+    /// The deployment's name.
+    pub name: String,
+    /// What requests name as `model`.
+    pub model: String,
+    /// Where the router listens.
+    pub http: SocketAddr,
+    pub log_dir: Option<PathBuf>,
+    /// Stopping takes at most this long.
+    pub stop_seconds: u64,
+    pub processes: Vec<ProcessState>,
+}
+
+/// How far the whole is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    Starting,
+    Ready,
+    Stopping,
+}
+
+/// One process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ProcessState {
+    pub name: String,
+    pub role: Role,
+    /// None while it does not run.
+    pub pid: Option<u32>,
+    pub ready: bool,
+    /// Percent of the model that is loaded, while it loads.
+    pub loading: Option<u8>,
+    pub restarts: u32,
+    pub listen: SocketAddr,
+    pub ops: SocketAddr,
+}
+
+/// The folder of one running deployment, locked for as long as this value lives.
+#[derive(Debug)]
+pub struct StateDir {
+    dir: PathBuf,
+    _lock: File,
+}
+
+impl StateDir {
+    /// Makes the folder and takes its lock. `Ok(None)`: another process holds it.
+    pub fn take(dir: &Path) -> std::io::Result<Option<Self>> {
+        std::fs::create_dir_all(dir)?;
+        let lock = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(dir.join("lock"))?;
+        for _ in 0..LOCK_TRIES {
+            match lock.try_lock() {
+                Ok(()) => {
+                    let held = Self {
+                        dir: dir.to_owned(),
+                        _lock: lock,
+                    };
+                    held.clear();
+                    return Ok(Some(held));
+                }
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Replaces the state, whole: a reader sees the old one or the new one.
+    pub fn write(&self, state: &State) -> std::io::Result<()> {
+        let temporary = self.dir.join("state.json.new");
+        let mut file = File::create(&temporary)?;
+        file.write_all(&serde_json::to_vec_pretty(state)?)?;
+        drop(file);
+        std::fs::rename(temporary, self.dir.join("state.json"))
+    }
+
+    fn clear(&self) {
+        let _ = std::fs::remove_file(self.dir.join("state.json"));
+    }
+}
+
+impl Drop for StateDir {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+/// The state last written in `dir`, if any.
+pub fn read(dir: &Path) -> Option<State> {
+    serde_json::from_slice(&std::fs::read(dir.join("state.json")).ok()?).ok()
+}
+
+/// Whether a process holds `dir`'s lock. A state file alone proves nothing: its writer may have been killed.
+pub fn is_held(dir: &Path) -> std::io::Result<bool> {
+    let lock = match File::open(dir.join("lock")) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        opened => opened?,
+    };
+    match lock.try_lock_shared() {
+        Ok(()) => Ok(false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> State {
+        State {
+            pid: 42,
+            phase: Phase::Ready,
+            name: "chat".into(),
+            model: "m".into(),
+            http: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            log_dir: None,
+            stop_seconds: 10,
+            processes: vec![ProcessState {
+                name: "prefill-0".into(),
+                role: Role::Prefill,
+                pid: Some(43),
+                ready: true,
+                loading: None,
+                restarts: 0,
+                listen: SocketAddr::from(([127, 0, 0, 1], 1)),
+                ops: SocketAddr::from(([127, 0, 0, 1], 2)),
+            }],
+        }
+    }
+
+    #[test]
+    fn one_folder_is_held_once_and_cleared_when_let_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("deep/er");
+        assert!(!is_held(&dir).unwrap());
+        let held = StateDir::take(&dir).unwrap().unwrap();
+        held.write(&state()).unwrap();
+        assert_eq!(read(&dir), Some(state()));
+        assert!(is_held(&dir).unwrap());
+        assert!(StateDir::take(&dir).unwrap().is_none());
+        drop(held);
+        assert!(!is_held(&dir).unwrap());
+        assert_eq!(read(&dir), None);
+    }
+
+    #[test]
+    fn a_state_left_by_a_killed_process_is_not_believed() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("state.json"), serde_json::to_vec(&state()).unwrap()).unwrap();
+        assert!(!is_held(dir.path()).unwrap());
+        let _held = StateDir::take(dir.path()).unwrap().unwrap();
+        assert_eq!(read(dir.path()), None);
+    }
+}

@@ -1,0 +1,3 @@
+//! The `tandem` program as a person runs it.
+
+mod up;
