@@ -5,7 +5,9 @@
 //! | [`exec`] | where scheduling and models meet |
 //! | [`kv`] | the paged pool and its prefix cache |
 //! | [`sched`] | continuous batching under one token budget |
+//! | [`transfer`] | the KV hand-off, both ends |
 
 pub mod exec;
 pub mod kv;
 pub mod sched;
+pub mod transfer;

@@ -2,3 +2,4 @@
 
 mod sched;
 mod support;
+mod transfer;

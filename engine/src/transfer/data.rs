@@ -1,0 +1,146 @@
+//! The data stream: KV bytes on their own connections, one `Fetch` per attempt.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::Stream;
+use tandem_wire::frame::{Digest, FRAME_MAX_BYTES, FrameSpan, checksum, spans};
+use tandem_wire::proto::kv_transfer_client::KvTransferClient;
+use tandem_wire::proto::{FetchRequest, Frame};
+use tandem_wire::state::PrefillState;
+use tandem_wire::{Failure, Reason, Source};
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::inbox::Arrived;
+use super::source::{HandOff, Held, Shared};
+use crate::exec::KvRun;
+
+/// Frames as they come.
+pub type FrameStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
+
+/// Decode's end: dials (a failure to do so is the first item) and reads frames.
+pub fn fetch(channel: Channel, request: FetchRequest) -> FrameStream {
+    Box::pin(async_stream::try_stream! {
+        let mut client = KvTransferClient::new(channel).max_decoding_message_size(FRAME_MAX_BYTES + 1024);
+        let mut frames = client.fetch(request).await?.into_inner();
+        while let Some(frame) = frames.message().await? {
+            yield frame;
+        }
+    })
+}
+
+/// A frame message as the inbox takes it.
+pub fn arrived(frame: &Frame) -> Arrived<'_> {
+    Arrived {
+        span: FrameSpan {
+            layer: frame.layer,
+            component: frame.component,
+            first_token: frame.first_token,
+            tokens: frame.tokens,
+        },
+        crc32c: frame.crc32c,
+        payload: &frame.payload,
+    }
+}
+
+/// A reader that goes before it has all is a lost peer.
+struct Reading {
+    hand_off: Arc<HandOff>,
+    sent: u64,
+    done: bool,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        if !self.done {
+            self.hand_off.cell.fail(Failure::new(
+                Reason::PeerLost,
+                Source::Prefill,
+                format!("decode dropped the data stream after {} frames", self.sent),
+            ));
+        }
+    }
+}
+
+/// Prefill's end: waits until the KV is there, then reads it frame by frame, at the pace of the receiver. The pages are
+/// held for the length of each copy and looked for anew before the next.
+pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
+    Box::pin(async_stream::stream! {
+        let mut reading = Reading { hand_off: Arc::clone(&hand_off), sent: 0, done: false };
+        let cell = &hand_off.cell;
+        let mut changed = cell.subscribe();
+        while matches!(cell.state(), PrefillState::Queued | PrefillState::Prefilling) {
+            if changed.changed().await.is_err() {
+                break;
+            }
+        }
+        let layout = &shared.spec.layout;
+        let mut digest = Digest::default();
+        let mut rest = spans(layout, hand_off.from, hand_off.to).peekable();
+        // a hand-off that finished with its first token has nothing to read
+        while rest.peek().is_some() && cell.state() != PrefillState::Finished {
+            let Some(span) = rest.next() else { break };
+            let payload = match read(&shared, &hand_off, span) {
+                Ok(payload) => payload,
+                Err(failure) => {
+                    cell.fail(failure.clone());
+                    yield Err(failure.to_status());
+                    return;
+                }
+            };
+            let crc32c = checksum(&payload);
+            digest.add(span, crc32c, payload.len());
+            cell.progress();
+            shared.metrics.bytes.inc_by(payload.len() as u64);
+            shared.metrics.frames.inc();
+            reading.sent += 1;
+            if rest.peek().is_none() {
+                reading.done = true;
+                hand_off.sent.send_replace(Some(digest));
+            }
+            yield Ok(Frame {
+                layer: span.layer,
+                component: span.component,
+                first_token: span.first_token,
+                tokens: span.tokens,
+                crc32c,
+                payload,
+            });
+        }
+        reading.done = true;
+        if let Some(failure) = cell.failure() {
+            yield Err(failure.to_status());
+        }
+    })
+}
+
+fn read(shared: &Shared, hand_off: &HandOff, span: FrameSpan) -> Result<Bytes, Failure> {
+    let Some(Held::Pages(pages, _)) = hand_off.cell.copying() else {
+        return Err(hand_off.cell.failure().unwrap_or_else(|| {
+            let state = hand_off.cell.state();
+            Failure::new(
+                Reason::StaleAttempt,
+                Source::Prefill,
+                format!("the hand-off holds no pages any more, it is in state {state:?}"),
+            )
+        }));
+    };
+    let internal = |detail: String| Failure::new(Reason::Internal, Source::Prefill, detail);
+    let bytes = span
+        .bytes(&shared.spec.layout)
+        .ok_or_else(|| internal(format!("{span:?} lies outside of the layout")))?;
+    let mut payload = vec![0; bytes];
+    let run = KvRun {
+        layer: span.layer,
+        component: span.component,
+        first_token: span.first_token,
+        tokens: span.tokens,
+    };
+    shared
+        .store
+        .read(pages.pages(), run, &mut payload)
+        .map_err(|e| internal(e.to_string()))?;
+    Ok(payload.into())
+}

@@ -1,0 +1,35 @@
+//! The KV hand-off, both ends, over gRPC: decode dials prefill and pulls.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | `pull` | decode: one attempt from dialling to commit |
+//! | `inbox` | decode: checks each frame before its first byte touches a page |
+//! | `wait` | decode: what an attempt waits for, by name, and what its expiry means |
+//! | `peers` | decode: connections, each bound to an incarnation |
+//! | `source` | prefill: the two services, and what may be opened and fetched |
+//! | `control` | prefill: the control stream, from Open to the last word |
+//! | `data` | the data stream: KV bytes, frame by frame |
+//! | `cell` | one side's state of one attempt; whoever wins a transition runs its effects |
+//! | `registry` | live attempts and tombstones |
+//! | `watchdog` | ends what stands still, on its own thread |
+//! | `timers` | the timers, settable while transfers run |
+//! | `metrics` | `tandem_transfer_*` |
+
+mod cell;
+mod control;
+mod data;
+mod inbox;
+mod metrics;
+mod peers;
+mod pull;
+mod registry;
+mod source;
+mod timers;
+mod wait;
+mod watchdog;
+
+pub use metrics::TransferMetrics;
+pub use pull::{Phase, PullRequest, Pulled, Puller, PullerConfig};
+pub use source::{ControlPort, DataPort, Source, SourceConfig};
+pub use timers::{KeepAlive, TimerValues, Timers};
+pub use watchdog::{Sweep, Watchdog};

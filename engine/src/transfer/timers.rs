@@ -1,0 +1,95 @@
+//! The timers of a hand-off, each with its name; settable while transfers run.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+/// The values in effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TimerValues {
+    /// Waiting in prefill's run queue.
+    pub queue: Duration,
+    /// Dialling until `Accepted` (or the first `Queued`).
+    pub rendezvous: Duration,
+    /// Prefilling without (chunk, layer) moving.
+    pub progress: Duration,
+    /// Frames are due and no byte was accepted.
+    pub stall: Duration,
+    /// Any state that is neither terminal nor queued, without a transition or progress.
+    pub watchdog: Duration,
+    /// Prefill holds its pages this long after the manifest without a Renew.
+    pub lease: Duration,
+}
+
+impl Default for TimerValues {
+    fn default() -> Self {
+        Self {
+            queue: Duration::from_mins(1),
+            rendezvous: Duration::from_secs(30),
+            progress: Duration::from_secs(30),
+            stall: Duration::from_secs(10),
+            watchdog: Duration::from_mins(1),
+            lease: Duration::from_secs(30),
+        }
+    }
+}
+
+/// A handle on the values; clones share them. A change re-arms every wait that runs, counted from when the wait began.
+#[derive(Debug, Clone)]
+pub struct Timers(Arc<watch::Sender<TimerValues>>);
+
+impl Timers {
+    /// Timers that start with `values`.
+    pub fn new(values: TimerValues) -> Self {
+        Self(Arc::new(watch::Sender::new(values)))
+    }
+
+    /// The values now.
+    pub fn get(&self) -> TimerValues {
+        *self.0.borrow()
+    }
+
+    /// Changes values; waits that run are re-armed if anything did change.
+    pub fn update(&self, change: impl FnOnce(&mut TimerValues)) {
+        self.0.send_if_modified(|values| {
+            let before = *values;
+            change(values);
+            before != *values
+        });
+    }
+
+    /// Wakes when a value changed.
+    pub(super) fn subscribe(&self) -> watch::Receiver<TimerValues> {
+        self.0.subscribe()
+    }
+}
+
+/// How connections between engines are kept honest: HTTP/2 pings also while nothing else travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeepAlive {
+    /// Time between pings.
+    pub interval: Duration,
+    /// The peer is lost when a ping stays unanswered this long.
+    pub timeout: Duration,
+}
+
+impl Default for KeepAlive {
+    fn default() -> Self {
+        Self {
+            interval: Duration::from_secs(5),
+            timeout: Duration::from_secs(15),
+        }
+    }
+}
+
+impl KeepAlive {
+    /// A server that pings its clients the same way, so that a decode behind a dead link does not keep prefill's pages.
+    pub fn server(self) -> tonic::transport::Server {
+        tonic::transport::Server::builder()
+            .tcp_nodelay(true)
+            .http2_keepalive_interval(Some(self.interval))
+            .http2_keepalive_timeout(Some(self.timeout))
+            .http2_adaptive_window(Some(false))
+    }
+}

@@ -1,0 +1,6 @@
+//! The hand-off over real sockets: two engines, each with its scheduler, pages and deterministic executor.
+
+mod relay;
+mod rig;
+
+mod pull;
