@@ -64,3 +64,35 @@ impl Utf8Joiner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn joined_pieces_differ_from_the_lossy_decode_of_all(pieces in vec(bytes(), 0..8)) {
+            let mut joiner = Utf8Joiner::default();
+            let mut text = String::new();
+            for piece in &pieces {
+                joiner.push(piece, &mut text);
+            }
+            joiner.finish(&mut text);
+            let whole = pieces.concat();
+            prop_assert_eq!(text, String::from_utf8_lossy(&whole));
+        }
+    }
+
+    /// Mostly bytes that begin, continue or break characters of two to four bytes.
+    fn bytes() -> impl Strategy<Value = Vec<u8>> {
+        let telling = prop::sample::select(vec![
+            0x00, b'a', 0x7f, 0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc0, 0xc2, 0xdf, 0xe0, 0xe2, 0xed, 0xef, 0xf0, 0xf1,
+            0xf4, 0xf5, 0xff,
+        ]);
+        vec(prop_oneof![4 => telling, 1 => any::<u8>()], 0..6)
+    }
+}

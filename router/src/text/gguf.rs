@@ -268,3 +268,124 @@ impl<R: Read> Reader<R> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn string(text: &str) -> Vec<u8> {
+        [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+    }
+
+    fn pair(key: &str, kind: u32, payload: &[u8]) -> Vec<u8> {
+        [&string(key), &kind.to_le_bytes()[..], payload].concat()
+    }
+
+    fn file(version: u32, pairs: &[Vec<u8>]) -> Vec<u8> {
+        let head = [
+            &b"GGUF"[..],
+            &version.to_le_bytes(),
+            &0u64.to_le_bytes(),
+            &(pairs.len() as u64).to_le_bytes(),
+        ];
+        [head.concat(), pairs.concat()].concat()
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Metadata, String> {
+        Metadata::parse(bytes, bytes.len() as u64)
+    }
+
+    fn array(kind: u32, count: u64, payload: &[u8]) -> Vec<u8> {
+        pair(
+            "a",
+            9,
+            &[&kind.to_le_bytes()[..], &count.to_le_bytes(), payload].concat(),
+        )
+    }
+
+    #[test]
+    fn a_length_that_the_file_does_not_have_is_believed() {
+        for kind in [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12] {
+            for count in [1000, 1 << 60, u64::MAX] {
+                let error = parse(&file(3, &[array(kind, count, &[0; 64])])).unwrap_err();
+                assert!(
+                    error.starts_with("a: ") && error.contains(&count.to_string()),
+                    "{error}"
+                );
+            }
+        }
+        for length in [65, 1 << 60, u64::MAX] {
+            let value = [&length.to_le_bytes()[..], &[b'x'; 64]].concat();
+            let error = parse(&file(3, &[pair("s", 8, &value)])).unwrap_err();
+            assert!(
+                error.starts_with("s: ") && error.contains(&format!("{length} bytes at byte")),
+                "{error}"
+            );
+        }
+        let error = parse(&[&file(3, &[])[..16], &u64::MAX.to_le_bytes()].concat()).unwrap_err();
+        assert!(error.contains("metadata pairs"), "{error}");
+        let error = parse(
+            &[
+                file(3, &[])[..16].to_vec(),
+                1u64.to_le_bytes().to_vec(),
+                u64::MAX.to_le_bytes().to_vec(),
+            ]
+            .concat(),
+        );
+        assert!(error.unwrap_err().contains("key at byte 24"));
+    }
+
+    #[test]
+    fn a_value_that_the_format_does_not_know_is_skipped() {
+        for (bytes, words) in [
+            (file(1, &[]), "version 1"),
+            (file(3u32.swap_bytes(), &[]), "little-endian"),
+            (b"GGML\0\0\0\0".to_vec(), "\"GGUF\""),
+            (file(3, &[pair("b", 7, &[2])]), "b: a boolean with the value 2"),
+            (file(3, &[pair("v", 13, &[])]), "v: value type 13"),
+            (file(3, &[array(13, 0, &[])]), "a: an array of value type 13"),
+            (file(3, &[array(9, 1, &[0; 32])]), "a: an array of arrays"),
+            (file(3, &[pair("t", 0, &[1]), pair("t", 0, &[2])]), "t is there twice"),
+            (
+                file(3, &[pair("u", 8, &[1, 0, 0, 0, 0, 0, 0, 0, 0xff])]),
+                "u: a string that is not UTF-8",
+            ),
+            (file(3, &[array(5, 1, &(-1i32).to_le_bytes())]), "element 0: -1"),
+        ] {
+            let error = parse(&bytes).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_value_of_another_type_passes_for_the_wanted_one() {
+        let metadata = parse(&file(
+            2,
+            &[
+                pair("s", 8, &string("text")),
+                pair("n", 4, &7u32.to_le_bytes()),
+                pair("minus", 5, &(-1i32).to_le_bytes()),
+                pair("yes", 7, &[1]),
+                pair("f", 6, &1.5f32.to_le_bytes()),
+                array(8, 2, &[string("x"), string("y")].concat()),
+            ],
+        ))
+        .unwrap();
+        assert_eq!(metadata.string("s"), Ok(Some("text")));
+        assert_eq!(metadata.unsigned("n"), Ok(Some(7)));
+        assert_eq!(metadata.unsigned("minus"), Ok(None), "-1 stands for none");
+        assert_eq!(metadata.bool("yes"), Ok(Some(true)));
+        assert_eq!(metadata.strings("a"), Ok(Some(&["x".to_owned(), "y".to_owned()][..])));
+        assert_eq!(metadata.string("absent"), Ok(None));
+        assert!(
+            metadata
+                .string("n")
+                .unwrap_err()
+                .contains("n should be a string and is an integer")
+        );
+        assert!(metadata.unsigned("f").unwrap_err().contains("is a float"));
+        assert!(metadata.bool("s").unwrap_err().contains("is a string"));
+        assert!(metadata.strings("s").unwrap_err().contains("array of strings"));
+        assert!(metadata.unsigneds("a").unwrap_err().contains("array of integers"));
+    }
+}

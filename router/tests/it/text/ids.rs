@@ -118,6 +118,20 @@ fn special_tokens_are_taken_for_plain_text() {
     assert_eq!(TINY.eos_ids(), [2, 0], "end of turn, and end of text by its name");
 }
 
+#[test]
+fn an_end_of_sequence_that_is_not_marked_as_control_is_printed() {
+    let folder = tempfile::tempdir().unwrap();
+    let id = TINY.encode_chat("!").unwrap()[0];
+    let path = tiny_with(
+        folder.path(),
+        "tokenizer.ggml.eos_token_id",
+        Some(&[4u32.to_le_bytes(), id.to_le_bytes()].concat()),
+    );
+    let text = Text::load(&path).unwrap();
+    assert_eq!(text.eos_ids()[0], id);
+    assert_eq!(text.decode(&[id], true).unwrap(), "");
+}
+
 /// The real model's file: `TANDEM_TEST_MODEL`, or where `make model` puts it.
 fn model() -> Option<PathBuf> {
     let path = match std::env::var_os("TANDEM_TEST_MODEL") {

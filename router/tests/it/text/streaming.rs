@@ -239,6 +239,25 @@ fn a_match_inside_a_longer_one_that_began_before_wins() {
 }
 
 #[test]
+fn which_of_two_stops_at_one_place_is_met_depends_on_the_cut() {
+    let stops = ["abc".to_owned(), "ab".to_owned()];
+    let ids: Vec<u32> = "xabc".bytes().map(byte_id).collect();
+    for cut in 0..ids.len() {
+        let got = stream(TINY.stream(&stops).unwrap(), &ids, &[cut]);
+        assert_eq!(
+            (got.text.as_str(), got.stopped.as_deref(), got.tokens),
+            ("x", Some("ab"), 3),
+            "cut at {cut}"
+        );
+    }
+    // both complete within one token
+    let ids = TINY.encode_chat(" the").unwrap();
+    assert_eq!(ids.len(), 1);
+    let got = stream(TINY.stream(&["the".into(), "t".into()]).unwrap(), &ids, &[]);
+    assert_eq!(got.stopped.as_deref(), Some("t"));
+}
+
+#[test]
 fn special_tokens_show_unasked_or_stay_hidden_when_asked_for() {
     let ids = TINY.encode_chat("<|im_start|>a<tool><|im_end|>").unwrap();
     let got = stream(TINY.stream(&[]).unwrap(), &ids, &[]);
