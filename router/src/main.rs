@@ -1,2 +1,56 @@
-//! router
-fn main() {}
+//! The router's binary.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tandem_router::{Config, Router};
+use tandem_telemetry::{Metrics, OpsServer, Readiness, init_logs};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+fn main() -> ExitCode {
+    let config = Config::parse();
+    if let Err(error) = init_logs("tandem-router", config.log_format) {
+        eprintln!("tandem-router: {error}");
+        return ExitCode::FAILURE;
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            tracing::error!(%error, "cannot start the runtime");
+            return ExitCode::FAILURE;
+        }
+    };
+    match runtime.block_on(run(config)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
+    // before anything that takes time, so that no signal finds the default action
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let metrics = Metrics::new("tandem-router", env!("CARGO_PKG_VERSION"));
+    let readiness = Readiness::default();
+    let _ops = OpsServer::start(config.ops_listen, metrics.clone(), readiness.clone())?;
+    let router = tokio::select! {
+        router = Router::start(config, metrics, readiness) => router?,
+        () = either(&mut terminate, &mut interrupt) => return Ok(()),
+    };
+    either(&mut terminate, &mut interrupt).await;
+    tokio::select! {
+        () = router.drain() => {}
+        // asked twice, it goes at once
+        () = either(&mut terminate, &mut interrupt) => tracing::warn!("stopped before the drain was over"),
+    }
+    Ok(())
+}
+
+async fn either(terminate: &mut Signal, interrupt: &mut Signal) {
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+}

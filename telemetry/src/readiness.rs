@@ -46,7 +46,7 @@ impl State {
     }
 
     /// The body of `/readyz` and `/livez`.
-    pub(crate) fn to_json(&self) -> String {
+    pub fn to_json(&self) -> String {
         let (status, loading, reason) = match self {
             Self::Loading { percent } => ("loading", Some(*percent), None),
             Self::Waiting { reason } => ("waiting", None, Some(reason)),

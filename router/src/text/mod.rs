@@ -52,6 +52,12 @@ pub struct Text {
     model_name: Option<String>,
 }
 
+impl std::fmt::Debug for Text {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Text").field("model_name", &self.model_name).finish_non_exhaustive()
+    }
+}
+
 impl Text {
     /// Loads a `.gguf` file's metadata, or a `tokenizer.json` with the files that lie beside it (`tokenizer_config.json`,
     /// `chat_template.jinja`, `generation_config.json`, each optional).

@@ -1,0 +1,139 @@
+//! Whole answers.
+
+use serde::Serialize;
+
+use super::Head;
+use crate::flow::Done;
+use crate::metrics::Endpoint;
+
+/// OpenAI's `usage`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_tokens_details: Option<PromptDetails>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+struct PromptDetails {
+    cached_tokens: u32,
+}
+
+impl Usage {
+    /// Of all choices together. How much was cached is said only if it is known of each.
+    pub fn of<'a>(all: impl IntoIterator<Item = &'a Done>) -> Self {
+        let mut usage = Self::default();
+        let mut cached = Some(0);
+        for done in all {
+            usage.prompt_tokens += done.prompt_tokens;
+            usage.completion_tokens += done.completion_tokens;
+            cached = cached.zip(done.cached_tokens).map(|(sum, cached)| sum + cached);
+        }
+        usage.total_tokens = usage.prompt_tokens + usage.completion_tokens;
+        usage.prompt_tokens_details = cached.map(|cached_tokens| PromptDetails { cached_tokens });
+        usage
+    }
+
+    /// For the log.
+    pub fn counts(&self) -> (u32, u32) {
+        (self.prompt_tokens, self.completion_tokens)
+    }
+}
+
+/// One finished choice: its whole text and its end.
+#[derive(Debug)]
+pub struct Whole {
+    /// All of its text.
+    pub text: String,
+    /// Its end.
+    pub done: Done,
+}
+
+/// The answer as JSON.
+pub fn whole(head: &Head, choices: &[Whole]) -> Vec<u8> {
+    #[derive(Serialize)]
+    struct Answer<'a> {
+        id: &'a str,
+        object: &'a str,
+        created: u64,
+        model: &'a str,
+        choices: Vec<Choice<'a>>,
+        usage: Usage,
+    }
+    #[derive(Serialize)]
+    struct Choice<'a> {
+        index: usize,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        message: Option<Message<'a>>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        text: Option<&'a str>,
+        logprobs: (),
+        finish_reason: &'a str,
+    }
+    #[derive(Serialize)]
+    struct Message<'a> {
+        role: &'a str,
+        content: &'a str,
+        refusal: (),
+    }
+    let chat = head.endpoint == Endpoint::Chat;
+    let answer = Answer {
+        id: &head.id,
+        object: if chat { "chat.completion" } else { "text_completion" },
+        created: head.created,
+        model: &head.model,
+        choices: choices
+            .iter()
+            .enumerate()
+            .map(|(index, choice)| Choice {
+                index,
+                message: chat.then_some(Message {
+                    role: "assistant",
+                    content: &choice.text,
+                    refusal: (),
+                }),
+                text: (!chat).then_some(&choice.text),
+                logprobs: (),
+                finish_reason: choice.done.finish.name(),
+            })
+            .collect(),
+        usage: Usage::of(choices.iter().map(|choice| &choice.done)),
+    };
+    serde_json::to_vec(&answer).unwrap_or_default()
+}
+
+/// An object of `/v1/models`.
+#[derive(Debug, Serialize)]
+pub struct Model<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    owned_by: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_model_len: Option<u32>,
+}
+
+impl<'a> Model<'a> {
+    /// The one model.
+    pub fn new(id: &'a str, created: u64, max_model_len: Option<u32>) -> Self {
+        Self {
+            id,
+            object: "model",
+            created,
+            owned_by: "tandem",
+            max_model_len,
+        }
+    }
+
+    /// As JSON.
+    pub fn to_json(&self) -> Vec<u8> {
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// The list of it alone, as JSON.
+    pub fn to_list(&self) -> Vec<u8> {
+        serde_json::to_vec(&serde_json::json!({"object": "list", "data": [self]})).unwrap_or_default()
+    }
+}

@@ -1,0 +1,255 @@
+//! From a body to what the engines are asked for. Template and tokenizer run on blocking threads, as many at once as there are
+//! cores: a long prompt delays nobody's tokens.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tandem_wire::proto::Sampling;
+use tokio::sync::Semaphore;
+
+use super::fields::Prompt;
+use super::request::{ChatBody, Common, CompletionBody};
+use crate::error::RouterError;
+use crate::flow::Spec;
+use crate::flow::choice::fit;
+use crate::metrics::{Endpoint, Metrics, Phase};
+use crate::text::{ChatInput, Text};
+
+/// Prompts of one request.
+const MAX_PROMPTS: usize = 64;
+/// OpenAI takes 4; other servers more.
+const MAX_STOPS: usize = 16;
+
+/// What requests are checked against.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// The one model's name.
+    pub model: String,
+    /// Longest prompt with answer, as far as is known.
+    pub max_length_tokens: Option<u32>,
+    /// Time for the whole request.
+    pub time: Duration,
+}
+
+/// Where the request came from.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// Its id.
+    pub request_id: String,
+    /// When it came.
+    pub came: Instant,
+}
+
+/// A request ready to run.
+#[derive(Debug)]
+pub struct Prepared {
+    /// One for each prompt.
+    pub specs: Vec<Spec>,
+    /// Piece by piece.
+    pub stream: bool,
+    /// With the usage as last chunk.
+    pub include_usage: bool,
+}
+
+/// Runs template and tokenizer.
+#[derive(Debug)]
+pub struct TextWork {
+    text: Arc<Text>,
+    slots: Arc<Semaphore>,
+    metrics: Arc<Metrics>,
+}
+
+impl TextWork {
+    /// As many at once as there are cores.
+    pub fn new(text: Arc<Text>, metrics: Arc<Metrics>) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            text,
+            slots: Arc::new(Semaphore::new(cores)),
+            metrics,
+        }
+    }
+
+    async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Text) -> Result<T, RouterError> + Send + 'static,
+    ) -> Result<T, RouterError> {
+        let came = Instant::now();
+        let slot = Arc::clone(&self.slots).acquire_owned().await;
+        let text = Arc::clone(&self.text);
+        let done = tokio::task::spawn_blocking(move || {
+            // a client that left does not stop the thread, so the slot stays taken until it is done
+            let _slot = slot;
+            work(&text)
+        })
+        .await
+        .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
+        self.metrics.phase(Phase::Text, came.elapsed().as_secs_f64());
+        done
+    }
+
+    /// Prepares `/v1/chat/completions`.
+    pub async fn chat(&self, body: ChatBody, limits: &Limits, origin: Origin) -> Result<Prepared, RouterError> {
+        let template = Template::check(body.common(), limits, origin, Endpoint::Chat)?;
+        if body.messages.as_ref().is_none_or(Vec::is_empty) {
+            return Err(RouterError::field("messages", "give at least one message"));
+        }
+        let (stream, include_usage) = (template.stream, template.include_usage);
+        let ids = self
+            .run(move |text| {
+                let messages = body.messages.unwrap_or_default();
+                let mut input = ChatInput::new(&messages);
+                input.kwargs = body.chat_template_kwargs.as_ref();
+                Ok(text.encode_chat(&text.render_chat(&input)?)?)
+            })
+            .await?;
+        let spec = template.spec(ids, limits)?;
+        Ok(Prepared {
+            specs: vec![spec],
+            stream,
+            include_usage,
+        })
+    }
+
+    /// Prepares `/v1/completions`.
+    pub async fn completions(
+        &self,
+        body: CompletionBody,
+        limits: &Limits,
+        origin: Origin,
+    ) -> Result<Prepared, RouterError> {
+        let template = Template::check(body.common(), limits, origin, Endpoint::Completions)?;
+        let prompts = body.prompt.map(|prompts| prompts.0).unwrap_or_default();
+        if prompts.is_empty() {
+            return Err(RouterError::field("prompt", "give at least one prompt"));
+        }
+        if prompts.len() > MAX_PROMPTS {
+            let detail = format!(
+                "{} prompts, but one request may have at most {MAX_PROMPTS}",
+                prompts.len()
+            );
+            return Err(RouterError::field("prompt", detail));
+        }
+        let single = prompts.len() == 1;
+        let all = self
+            .run(move |text| {
+                let vocabulary = text.vocabulary().len();
+                prompts
+                    .into_iter()
+                    .enumerate()
+                    .map(|(at, prompt)| match prompt {
+                        Prompt::Text(prompt) => Ok(text.encode_prompt(&prompt)?),
+                        Prompt::Ids(ids) => match ids.iter().position(|&id| id as usize >= vocabulary) {
+                            None => Ok(ids),
+                            Some(wrong) => {
+                                let place = if single {
+                                    format!("prompt[{wrong}]")
+                                } else {
+                                    format!("prompt[{at}][{wrong}]")
+                                };
+                                let detail = format!(
+                                    "token id {} is not below {vocabulary}, the vocabulary's size",
+                                    ids[wrong]
+                                );
+                                Err(RouterError::field(place, detail))
+                            }
+                        },
+                    })
+                    .collect::<Result<Vec<_>, _>>()
+            })
+            .await?;
+        let specs = all
+            .into_iter()
+            .map(|ids| template.clone().spec(ids, limits))
+            .collect::<Result<_, _>>()?;
+        Ok(Prepared {
+            specs,
+            stream: template.stream,
+            include_usage: template.include_usage,
+        })
+    }
+}
+
+/// Everything of a spec but the prompt, checked before any work is done for it.
+#[derive(Debug, Clone)]
+struct Template {
+    spec: Spec,
+    stream: bool,
+    include_usage: bool,
+}
+
+impl Template {
+    fn check(common: Common<'_>, limits: &Limits, origin: Origin, endpoint: Endpoint) -> Result<Self, RouterError> {
+        let asked = common
+            .model
+            .ok_or_else(|| RouterError::field("model", "missing; GET /v1/models names it"))?;
+        if asked != limits.model {
+            return Err(RouterError::UnknownModel {
+                asked: asked.to_owned(),
+                served: limits.model.clone(),
+            });
+        }
+        let temperature = common.temperature.unwrap_or(1.0);
+        if !(0.0..=2.0).contains(&temperature) {
+            return Err(RouterError::field(
+                "temperature",
+                format!("{temperature} is not in 0 to 2"),
+            ));
+        }
+        let top_p = common.top_p.unwrap_or(1.0);
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(RouterError::field(
+                "top_p",
+                format!("{top_p} is not above 0 and at most 1"),
+            ));
+        }
+        if common.max_tokens == Some(0) {
+            return Err(RouterError::field(common.max_tokens_field, "0 is not at least 1"));
+        }
+        if common.stop.len() > MAX_STOPS {
+            let detail = format!(
+                "{} stop strings, but at most {MAX_STOPS} are allowed",
+                common.stop.len()
+            );
+            return Err(RouterError::field("stop", detail));
+        }
+        Ok(Self {
+            spec: Spec {
+                request_id: origin.request_id,
+                endpoint,
+                came: origin.came,
+                deadline: origin.came + limits.time,
+                prompt: Vec::new(),
+                sampling: Sampling {
+                    temperature,
+                    top_p,
+                    seed: common.seed.map_or_else(rand::random, |seed| seed as u64),
+                },
+                max_new_tokens: common.max_tokens,
+                max_length_tokens: limits.max_length_tokens,
+                stop_token_ids: common.stop_token_ids.to_vec(),
+                ignore_eos: common.ignore_eos,
+                stops: common.stop.to_vec(),
+                streamed: common.stream,
+            },
+            stream: common.stream,
+            include_usage: common.include_usage,
+        })
+    }
+
+    fn spec(mut self, prompt: Vec<u32>, limits: &Limits) -> Result<Spec, RouterError> {
+        self.spec.prompt = prompt;
+        if self.spec.prompt.is_empty() {
+            let param = if self.spec.endpoint == Endpoint::Chat {
+                "messages"
+            } else {
+                "prompt"
+            };
+            return Err(RouterError::field(param, "has no token"));
+        }
+        if let Some(max_length_tokens) = limits.max_length_tokens {
+            fit(&self.spec, max_length_tokens)?;
+        }
+        Ok(self.spec)
+    }
+}

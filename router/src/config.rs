@@ -1,0 +1,211 @@
+//! What a router is started with.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use tandem_telemetry::LogFormat;
+
+/// How one of several engines is chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Policy {
+    /// In turn.
+    RoundRobin,
+    /// The less loaded of two drawn at random.
+    LeastLoaded,
+}
+
+/// What happens when a prefill fails before the first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OnPrefillFailure {
+    /// The router tries another prefill, or the same again if there is one only.
+    Retry,
+    /// Decode prefills the prompt itself.
+    Recompute,
+    /// The request fails.
+    Fail,
+}
+
+/// Serves the OpenAI API in front of prefill and decode engines.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "tandem-router", version)]
+pub struct Config {
+    /// Where clients connect (HTTP).
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    pub listen: SocketAddr,
+    /// Where health and metrics are served.
+    #[arg(long, default_value = "127.0.0.1:8001")]
+    pub ops_listen: SocketAddr,
+    /// The model's name in the API.
+    #[arg(long)]
+    pub model_name: String,
+    /// The model's .gguf, or its tokenizer.json with tokenizer_config.json beside it.
+    #[arg(long)]
+    pub tokenizer: PathBuf,
+    /// Control port of a prefill engine, HOST:PORT; repeat for more.
+    #[arg(long)]
+    pub prefill: Vec<String>,
+    /// Control port of a decode (or unified) engine, HOST:PORT; repeat for more.
+    #[arg(long, required = true)]
+    pub decode: Vec<String>,
+    /// How one of several engines is chosen.
+    #[arg(long, value_enum, default_value = "least-loaded")]
+    pub policy: Policy,
+    /// What happens when a prefill fails before the first token.
+    #[arg(long, value_enum, default_value = "retry")]
+    pub on_prefill_failure: OnPrefillFailure,
+    /// How long a request may wait for an engine with room.
+    #[arg(long, default_value_t = 60_000)]
+    pub queue_ms: u64,
+    /// How many requests may wait.
+    #[arg(long, default_value_t = 1_024)]
+    pub queue_limit: usize,
+    /// How long a request may take in all.
+    #[arg(long, default_value_t = 1_800_000)]
+    pub request_ms: u64,
+    /// HTTP/2 ping to each engine this often, also while idle.
+    #[arg(long, default_value_t = 5_000)]
+    pub keepalive_interval_ms: u64,
+    /// A connection whose ping stays unanswered this long is dead.
+    #[arg(long, default_value_t = 15_000)]
+    pub keepalive_timeout_ms: u64,
+    /// A stream that has nothing to say says so this often, from acceptance on.
+    #[arg(long, default_value_t = 10_000)]
+    pub sse_comment_ms: u64,
+    /// A client that takes nothing of its answer for this long is cut off.
+    #[arg(long, default_value_t = 30_000)]
+    pub client_stall_ms: u64,
+    /// Largest request body.
+    #[arg(long, default_value_t = 8 << 20)]
+    pub max_body_bytes: usize,
+    /// Longest prompt with answer; the default is what the engines can take.
+    #[arg(long)]
+    pub max_length_tokens: Option<u32>,
+    /// On SIGTERM, how long running requests may take to finish.
+    #[arg(long, default_value_t = 90_000)]
+    pub drain_ms: u64,
+    /// How logs are written: text or json.
+    #[arg(long, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+}
+
+impl Config {
+    /// `--queue-ms`.
+    pub fn queue(&self) -> Duration {
+        Duration::from_millis(self.queue_ms)
+    }
+
+    /// `--request-ms`.
+    pub fn request(&self) -> Duration {
+        Duration::from_millis(self.request_ms)
+    }
+
+    /// `--sse-comment-ms`.
+    pub fn sse_comment(&self) -> Duration {
+        Duration::from_millis(self.sse_comment_ms)
+    }
+
+    /// `--client-stall-ms`.
+    pub fn client_stall(&self) -> Duration {
+        Duration::from_millis(self.client_stall_ms)
+    }
+
+    /// `--drain-ms`.
+    pub fn drain(&self) -> Duration {
+        Duration::from_millis(self.drain_ms)
+    }
+
+    /// Refuses what cannot work, by the flag's name.
+    pub fn check(&self) -> Result<(), String> {
+        let nonzero = [
+            ("--queue-ms", self.queue_ms),
+            ("--request-ms", self.request_ms),
+            ("--keepalive-interval-ms", self.keepalive_interval_ms),
+            ("--keepalive-timeout-ms", self.keepalive_timeout_ms),
+            ("--sse-comment-ms", self.sse_comment_ms),
+            ("--client-stall-ms", self.client_stall_ms),
+            ("--max-body-bytes", self.max_body_bytes as u64),
+            ("--max-length-tokens", self.max_length_tokens.map_or(1, u64::from)),
+        ];
+        if let Some((flag, _)) = nonzero.iter().find(|(_, value)| *value == 0) {
+            return Err(format!("{flag} is 0: give at least 1"));
+        }
+        if self.model_name.is_empty() {
+            return Err("--model-name is empty: give the name that clients ask for".into());
+        }
+        for (flag, endpoints) in [("--prefill", &self.prefill), ("--decode", &self.decode)] {
+            for (at, endpoint) in endpoints.iter().enumerate() {
+                let port = endpoint.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+                if port
+                    .and_then(|(_, port)| port.parse::<u16>().ok())
+                    .is_none_or(|port| port == 0)
+                {
+                    return Err(format!("{flag} {endpoint:?} is not HOST:PORT"));
+                }
+                if endpoints[..at].contains(endpoint) {
+                    return Err(format!("{flag} {endpoint} is given twice"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(extra: &[&str]) -> Config {
+        let base = [
+            "tandem-router",
+            "--model-name",
+            "m",
+            "--tokenizer",
+            "t",
+            "--decode",
+            "127.0.0.1:7",
+        ];
+        Config::try_parse_from(base.iter().chain(extra)).unwrap()
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_timer_table() {
+        let config = parse(&[]);
+        assert_eq!(config.check(), Ok(()));
+        assert_eq!(config.policy, Policy::LeastLoaded);
+        assert_eq!(config.on_prefill_failure, OnPrefillFailure::Retry);
+        let times = (
+            config.queue_ms,
+            config.request_ms,
+            config.sse_comment_ms,
+            config.drain_ms,
+        );
+        assert_eq!(times, (60_000, 1_800_000, 10_000, 90_000));
+        assert_eq!(
+            (config.keepalive_interval_ms, config.keepalive_timeout_ms),
+            (5_000, 15_000)
+        );
+    }
+
+    #[test]
+    fn a_wrong_flag_is_refused_by_its_name() {
+        let cases: [(&[&str], &str); 6] = [
+            (&["--queue-ms", "0"], "--queue-ms"),
+            (&["--sse-comment-ms", "0"], "--sse-comment-ms"),
+            (&["--prefill", "nowhere"], "--prefill \"nowhere\""),
+            (&["--prefill", ":80"], "--prefill \":80\""),
+            (&["--decode", "127.0.0.1:7"], "--decode 127.0.0.1:7 is given twice"),
+            (&["--max-length-tokens", "0"], "--max-length-tokens"),
+        ];
+        for (flags, named) in cases {
+            let error = parse(flags).check().unwrap_err();
+            assert!(error.contains(named), "{error} should name {named}");
+        }
+    }
+
+    #[test]
+    fn an_ipv6_endpoint_is_taken() {
+        assert_eq!(parse(&["--prefill", "[::1]:80"]).check(), Ok(()));
+    }
+}

@@ -1,0 +1,275 @@
+//! The engines behind the router: who they are, how loaded, and which pair serves a request.
+//!
+//! | room | purpose |
+//! | --- | --- |
+//! | [`worker`] | keeps one connection to one engine: dials, asks who it is, watches its load |
+//! | [`session`] | one incarnation of an engine as this router knows it, with the guard of a request that is at it |
+//! | [`breaker`] | keeps requests from an engine that answers but fails |
+//! | [`select`] | the choice of a pair: pure |
+
+pub mod breaker;
+pub mod select;
+pub mod session;
+pub mod worker;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use tokio::sync::{Notify, watch};
+
+pub use session::{Leg, Session};
+pub use worker::{Link, Worker};
+
+use crate::config::{Config, Policy};
+use crate::metrics::Metrics;
+use select::{Candidate, Chosen};
+
+/// What an engine is used as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Given by `--prefill`.
+    Prefill,
+    /// Given by `--decode`.
+    Decode,
+}
+
+impl Side {
+    /// For labels and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// All engines of this router. Dropping it closes every connection.
+#[derive(Debug)]
+pub struct Engines {
+    decodes: Vec<Worker>,
+    prefills: Vec<Worker>,
+    policy: Policy,
+    turn: [AtomicU64; 2],
+    changed: Arc<Changed>,
+}
+
+/// Tells of changes.
+#[derive(Debug)]
+pub struct Changed {
+    /// Something may let the first waiting request go: load, room, an engine that came or went.
+    pub room: Notify,
+    /// An engine came or went.
+    pub links: watch::Sender<()>,
+}
+
+impl Changed {
+    fn link(&self) {
+        self.links.send_replace(());
+        self.room.notify_one();
+    }
+}
+
+/// Which engines this request failed on, by incarnation: others are tried first.
+#[derive(Debug, Default)]
+pub struct Avoid {
+    /// Sessions, decode or prefill.
+    pub sessions: Vec<Arc<Session>>,
+}
+
+impl Avoid {
+    fn has(&self, session: &Arc<Session>) -> bool {
+        self.sessions.iter().any(|avoided| avoided.boot == session.boot)
+    }
+}
+
+/// A pair that a request holds; dropping it gives the room back.
+#[derive(Debug)]
+pub struct Lease {
+    /// Where `Generate` goes.
+    pub decode: Leg,
+    /// Whom decode pulls from; none: decode prefills by itself.
+    pub prefill: Option<Leg>,
+    /// Prefill engines exist, but none can be used.
+    pub bypass: bool,
+}
+
+/// What a look for a pair gave.
+#[derive(Debug)]
+pub enum Look {
+    /// A pair with room.
+    Pair(Box<Lease>),
+    /// Usable engines exist, none has room now; worth another look at the time given, if not told of a change before.
+    Full(Option<Instant>),
+    /// No decode engine is up.
+    NoDecode,
+    /// A decode engine is up, but no prefill engine that goes with it.
+    NoPrefill,
+}
+
+impl Engines {
+    /// Starts to keep connections to all engines of `config`.
+    pub fn start(config: &Config, metrics: &Metrics) -> Self {
+        let changed = Arc::new(Changed {
+            room: Notify::new(),
+            links: watch::Sender::new(()),
+        });
+        let keep = worker::Keep::new(config);
+        let start = |side: Side, endpoints: &[String]| {
+            endpoints
+                .iter()
+                .map(|endpoint| {
+                    Worker::start(
+                        side,
+                        endpoint,
+                        keep,
+                        metrics.upstream(side.name(), endpoint),
+                        Arc::clone(&changed),
+                    )
+                })
+                .collect()
+        };
+        Self {
+            decodes: start(Side::Decode, &config.decode),
+            prefills: start(Side::Prefill, &config.prefill),
+            policy: config.policy,
+            turn: [AtomicU64::new(0), AtomicU64::new(0)],
+            changed,
+        }
+    }
+
+    /// Tells of changes.
+    pub fn changed(&self) -> &Arc<Changed> {
+        &self.changed
+    }
+
+    /// Looks for a pair and takes it. `recompute`: without any usable prefill engine, decode prefills by itself.
+    pub fn look(&self, avoid: &Avoid, recompute: bool) -> Look {
+        let now = Instant::now();
+        let decodes = Self::up(&self.decodes);
+        if decodes.is_empty() {
+            return Look::NoDecode;
+        }
+        let prefills = Self::up(&self.prefills);
+        let mates = |decode: &Session| prefills.iter().any(|prefill| decode.goes_with(prefill));
+        let can_serve = |decode: &Session| !self.needs_prefill(decode) || recompute || mates(decode);
+        let mut candidates = Vec::with_capacity(decodes.len());
+        for session in decodes.iter().filter(|session| can_serve(session)) {
+            candidates.push(Self::candidate(session, avoid, now));
+        }
+        if candidates.is_empty() {
+            return Look::NoPrefill;
+        }
+        let decode = match self.choose(Side::Decode, &candidates) {
+            Chosen::One(at) => Arc::clone(candidates[at].what),
+            Chosen::Full(until) => return Look::Full(until),
+        };
+        if !self.needs_prefill(&decode) {
+            return Look::Pair(Box::new(Lease {
+                decode: Leg::take(decode, &self.changed),
+                prefill: None,
+                bypass: false,
+            }));
+        }
+        let candidates: Vec<_> = prefills
+            .iter()
+            .filter(|prefill| decode.goes_with(prefill))
+            .map(|session| Self::candidate(session, avoid, now))
+            .collect();
+        if candidates.is_empty() {
+            return Look::Pair(Box::new(Lease {
+                decode: Leg::take(decode, &self.changed),
+                prefill: None,
+                bypass: true,
+            }));
+        }
+        match self.choose(Side::Prefill, &candidates) {
+            Chosen::One(at) => Look::Pair(Box::new(Lease {
+                decode: Leg::take(decode, &self.changed),
+                prefill: Some(Leg::take(Arc::clone(candidates[at].what), &self.changed)),
+                bypass: false,
+            })),
+            Chosen::Full(until) => Look::Full(until),
+        }
+    }
+
+    fn needs_prefill(&self, decode: &Session) -> bool {
+        !self.prefills.is_empty() && !decode.prefills_itself()
+    }
+
+    fn up(workers: &[Worker]) -> Vec<Arc<Session>> {
+        workers.iter().filter_map(Worker::session).collect()
+    }
+
+    fn candidate<'a>(session: &'a Arc<Session>, avoid: &Avoid, now: Instant) -> Candidate<'a, Arc<Session>> {
+        Candidate {
+            what: session,
+            room: session.room(now),
+            load: session.load_share(),
+            avoided: avoid.has(session),
+        }
+    }
+
+    fn choose(&self, side: Side, candidates: &[Candidate<'_, Arc<Session>>]) -> Chosen {
+        let turn = &self.turn[side as usize];
+        select::choose(
+            self.policy,
+            candidates,
+            || turn.fetch_add(1, Ordering::Relaxed),
+            rand::random,
+        )
+    }
+
+    /// Wakes every worker that waits to dial again.
+    pub fn probe_now(&self) {
+        for worker in self.decodes.iter().chain(&self.prefills) {
+            worker.probe_now();
+        }
+    }
+
+    /// Has every engine of this side been tried in vain by a probe that began after `since`? Then nobody knows better.
+    pub fn tried_in_vain(&self, side: Side, since: Instant) -> bool {
+        self.side(side).iter().all(|worker| worker.is_down_since_probe(since))
+    }
+
+    /// Why engines of a side are down, for people.
+    pub fn reasons(&self, side: Side) -> String {
+        let reasons: Vec<_> = self.side(side).iter().filter_map(Worker::down_reason).collect();
+        if reasons.is_empty() {
+            return "none goes with the other side (model or layout differ)".into();
+        }
+        reasons.join("; ")
+    }
+
+    fn side(&self, side: Side) -> &[Worker] {
+        match side {
+            Side::Decode => &self.decodes,
+            Side::Prefill => &self.prefills,
+        }
+    }
+
+    /// Could a request be served, with room or without? If not, why.
+    pub fn usable(&self, recompute: bool) -> Result<(), String> {
+        let decodes = Self::up(&self.decodes);
+        if decodes.is_empty() {
+            return Err(format!("no decode engine: {}", self.reasons(Side::Decode)));
+        }
+        let prefills = Self::up(&self.prefills);
+        let served = |d: &Arc<Session>| {
+            recompute || !self.needs_prefill(d) || prefills.iter().any(|prefill| d.goes_with(prefill))
+        };
+        if decodes.iter().any(served) {
+            Ok(())
+        } else {
+            Err(format!("no prefill engine: {}", self.reasons(Side::Prefill)))
+        }
+    }
+
+    /// The longest sequence that some decode engine that is up can hold.
+    pub fn max_length_tokens(&self) -> Option<u32> {
+        Self::up(&self.decodes)
+            .iter()
+            .map(|session| session.max_length_tokens())
+            .max()
+    }
+}

@@ -1,0 +1,317 @@
+//! One incarnation of an engine as this router knows it, and the guard of a request that is at it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use prometheus_client::metrics::gauge::Gauge;
+use tandem_wire::layout::LayoutError;
+use tandem_wire::proto::engine_client::EngineClient;
+use tandem_wire::proto::{EngineInfo, Load, Role};
+use tandem_wire::{BootId, KvLayout};
+use tokio::sync::Notify;
+use tonic::transport::Channel;
+
+use super::breaker::Breaker;
+use super::{Changed, Side};
+use crate::metrics::Counted;
+
+/// An engine that said NO_CAPACITY is asked again after its next load report, or after this time.
+const REFUSAL: Duration = Duration::from_secs(1);
+/// An engine that does not say how many sequences it runs at once is taken to run this many.
+const DEFAULT_MAX_RUNNING: u32 = 32;
+
+/// One incarnation of an engine.
+#[derive(Debug)]
+pub struct Session {
+    /// What it is used as.
+    pub side: Side,
+    /// Its control port as configured.
+    pub endpoint: String,
+    /// Which process it is.
+    pub boot: BootId,
+    /// Calls to it.
+    pub client: EngineClient<Channel>,
+    role: Role,
+    model_hash: Vec<u8>,
+    layout: KvLayout,
+    max_length_tokens: u32,
+    /// Requests that may be at it: sequences it runs at once, for a prefill with its run queue.
+    slots: u32,
+    standing: Arc<Standing>,
+    gauge: Gauge,
+    seen: Mutex<Seen>,
+    suspect: Notify,
+    doubtful: AtomicBool,
+}
+
+/// What belongs to the incarnation and outlives a connection to it.
+#[derive(Debug, Default)]
+struct Standing {
+    in_flight: AtomicU32,
+    breaker: Mutex<Breaker>,
+}
+
+/// The engine's load as last reported.
+#[derive(Debug)]
+struct Seen {
+    load: Load,
+    /// Requests of this router at the time of the report: they are part of the load.
+    own: u32,
+    refused: Option<Instant>,
+}
+
+/// Why an engine cannot be used although it answers.
+#[derive(Debug, thiserror::Error)]
+pub enum Unfit {
+    /// It plays another part.
+    #[error("{endpoint} is a {role} engine, but was given as --{side}; give it by the other flag")]
+    Role {
+        /// Its address.
+        endpoint: String,
+        /// What it says it is.
+        role: &'static str,
+        /// What it was given as.
+        side: &'static str,
+    },
+    /// Its identity cannot be read.
+    #[error("{endpoint}: {source}")]
+    Identity {
+        /// Its address.
+        endpoint: String,
+        /// What is wrong.
+        source: tandem_wire::id::IdError,
+    },
+    /// Its layout cannot be read.
+    #[error("{endpoint}: {source}")]
+    Layout {
+        /// Its address.
+        endpoint: String,
+        /// What is wrong.
+        source: LayoutError,
+    },
+    /// It cannot hold anything.
+    #[error("{endpoint} reports max_length_tokens 0")]
+    Length {
+        /// Its address.
+        endpoint: String,
+    },
+}
+
+impl Session {
+    /// Reads what the engine says about itself; `last` is what was there before on this address.
+    pub fn new(
+        side: Side,
+        endpoint: &str,
+        client: EngineClient<Channel>,
+        info: &EngineInfo,
+        gauge: Gauge,
+        last: Option<&Self>,
+    ) -> Result<Self, Unfit> {
+        let endpoint = endpoint.to_owned();
+        let role = info.role();
+        let name = match (role, side) {
+            (Role::Unified, _) | (Role::Prefill, Side::Prefill) | (Role::Decode, Side::Decode) => None,
+            (Role::Prefill, Side::Decode) => Some("prefill"),
+            (Role::Decode, Side::Prefill) => Some("decode"),
+            (Role::Unspecified, _) => Some("unknown"),
+        };
+        if let Some(role) = name {
+            return Err(Unfit::Role {
+                endpoint,
+                role,
+                side: side.name(),
+            });
+        }
+        let boot = BootId::from_wire(&info.boot_id).map_err(|source| Unfit::Identity {
+            endpoint: endpoint.clone(),
+            source,
+        })?;
+        let layout = KvLayout::from_wire(info.layout.as_ref()).map_err(|source| Unfit::Layout {
+            endpoint: endpoint.clone(),
+            source,
+        })?;
+        let pool = info.total_pages.saturating_mul(layout.page_tokens);
+        let max_length_tokens = if pool == 0 {
+            info.max_length_tokens
+        } else {
+            info.max_length_tokens.min(pool)
+        };
+        if max_length_tokens == 0 {
+            return Err(Unfit::Length { endpoint });
+        }
+        let knobs = info.knobs.unwrap_or_default();
+        let running = knobs.max_running.filter(|n| *n > 0).unwrap_or(DEFAULT_MAX_RUNNING);
+        let slots = match side {
+            Side::Decode => running,
+            Side::Prefill => running.saturating_add(knobs.prefill_queue.unwrap_or(0)),
+        };
+        Ok(Self {
+            side,
+            endpoint,
+            boot,
+            client,
+            role,
+            model_hash: info.model_hash.to_vec(),
+            layout,
+            max_length_tokens,
+            slots,
+            standing: last
+                .filter(|last| last.boot == boot)
+                .map(|last| Arc::clone(&last.standing))
+                .unwrap_or_default(),
+            gauge,
+            seen: Mutex::new(Seen {
+                load: Load::default(),
+                own: 0,
+                refused: None,
+            }),
+            suspect: Notify::new(),
+            doubtful: AtomicBool::new(false),
+        })
+    }
+
+    /// Can `self` (decode) pull from `prefill`: the same model, KV that fits?
+    pub fn goes_with(&self, prefill: &Self) -> bool {
+        self.model_hash == prefill.model_hash && self.layout.compatible(&prefill.layout).is_ok()
+    }
+
+    /// Does it need no prefill engine?
+    pub fn prefills_itself(&self) -> bool {
+        self.role == Role::Unified
+    }
+
+    /// The longest sequence that it can hold.
+    pub fn max_length_tokens(&self) -> u32 {
+        self.max_length_tokens
+    }
+
+    /// Takes a load report.
+    pub fn report(&self, load: Load) {
+        let mut seen = self.seen.lock();
+        *seen = Seen {
+            load,
+            own: self.standing.in_flight.load(Ordering::Relaxed),
+            refused: None,
+        };
+    }
+
+    /// May requests go to it?
+    pub fn open(&self) -> bool {
+        !self.doubtful.load(Ordering::Relaxed) && !self.draining()
+    }
+
+    /// Does it admit nothing any more?
+    pub fn draining(&self) -> bool {
+        self.seen.lock().load.draining
+    }
+
+    /// It said NO_CAPACITY.
+    pub fn refused(&self) {
+        self.seen.lock().refused = Some(Instant::now());
+    }
+
+    /// It said DRAINING, ahead of its load report.
+    pub fn drains(&self) {
+        self.seen.lock().load.draining = true;
+    }
+
+    /// Has it room? If not, when to look again, where that is known.
+    pub fn room(&self, now: Instant) -> Result<(), Option<Instant>> {
+        {
+            let seen = self.seen.lock();
+            if let Some(until) = seen.refused.map(|at| at + REFUSAL).filter(|until| *until > now) {
+                return Err(Some(until));
+            }
+            if self.occupied(&seen) >= self.slots {
+                return Err(None);
+            }
+        }
+        self.standing.breaker.lock().allows(now).map_err(Some)
+    }
+
+    /// Share of its slots that is taken.
+    pub fn load_share(&self) -> f32 {
+        self.occupied(&self.seen.lock()) as f32 / self.slots as f32
+    }
+
+    /// What was there at the last report, less what was ours then, with what is ours now.
+    fn occupied(&self, seen: &Seen) -> u32 {
+        let reported = seen.load.running + seen.load.waiting + seen.load.transferring;
+        reported
+            .saturating_sub(seen.own)
+            .saturating_add(self.standing.in_flight.load(Ordering::Relaxed))
+    }
+
+    /// It did its part.
+    pub fn succeeded(&self) {
+        self.standing.breaker.lock().succeeded();
+    }
+
+    /// It failed by its own fault.
+    pub fn failed(&self) {
+        self.standing.breaker.lock().failed(Instant::now());
+    }
+
+    /// Doubts that this incarnation is still there: nothing goes to it until its worker has asked, which it does at once.
+    pub fn doubt(&self) {
+        self.doubtful.store(true, Ordering::Relaxed);
+        self.suspect.notify_one();
+    }
+
+    pub(super) async fn doubted(&self) {
+        self.suspect.notified().await;
+    }
+}
+
+/// A request's place at an engine. Dropping it gives the place back, whatever happened.
+#[derive(Debug)]
+pub struct Leg {
+    session: Arc<Session>,
+    changed: Arc<Changed>,
+    /// The one trial after the breaker was open, until there is a verdict.
+    trial: bool,
+    _gauge: Counted,
+}
+
+impl Leg {
+    pub(super) fn take(session: Arc<Session>, changed: &Arc<Changed>) -> Self {
+        session.standing.in_flight.fetch_add(1, Ordering::Relaxed);
+        let trial = session.standing.breaker.lock().enter(Instant::now());
+        let gauge = Counted::new(&session.gauge);
+        Self {
+            session,
+            changed: Arc::clone(changed),
+            trial,
+            _gauge: gauge,
+        }
+    }
+
+    /// Whose place it is.
+    pub fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// The engine did its part.
+    pub fn succeeded(&mut self) {
+        self.trial = false;
+        self.session.succeeded();
+    }
+
+    /// The engine failed by its own fault.
+    pub fn failed(&mut self) {
+        self.trial = false;
+        self.session.failed();
+    }
+}
+
+impl Drop for Leg {
+    fn drop(&mut self) {
+        if self.trial {
+            self.session.standing.breaker.lock().abandoned();
+        }
+        self.session.standing.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.changed.room.notify_one();
+    }
+}

@@ -1,0 +1,248 @@
+//! Keeps one connection to one engine: dials, asks who it is, watches its load, and dials again when it is gone.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use prometheus_client::metrics::gauge::Gauge;
+use tandem_wire::proto::engine_client::EngineClient;
+use tandem_wire::proto::{GetInfoRequest, WatchLoadRequest};
+use tokio::sync::Notify;
+use tokio_util::task::AbortOnDropHandle;
+use tonic::transport::Endpoint;
+
+use super::{Changed, Session, Side};
+use crate::config::Config;
+
+/// To an engine on the same network; a host that is gone must not hold a request that waits for the probe.
+const DIAL: Duration = Duration::from_secs(2);
+/// GetInfo answers from memory; an engine under full load may take its time.
+const ASK: Duration = Duration::from_secs(5);
+/// Between two probes in vain: doubled up to the second, cut short by a request that waits.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Requests that wait cannot make it dial more often than this.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
+/// One stream that nobody reads (a slow client) fills its own window of 128 KiB, never the connection's.
+const STREAM_WINDOW: u32 = 128 << 10;
+const CONNECTION_WINDOW: u32 = 128 << 20;
+
+/// How connections are kept alive.
+#[derive(Debug, Clone, Copy)]
+pub struct Keep {
+    interval: Duration,
+    timeout: Duration,
+}
+
+impl Keep {
+    /// As the flags say.
+    pub fn new(config: &Config) -> Self {
+        Self {
+            interval: Duration::from_millis(config.keepalive_interval_ms),
+            timeout: Duration::from_millis(config.keepalive_timeout_ms),
+        }
+    }
+}
+
+/// What is known about an engine.
+#[derive(Debug, Clone)]
+pub enum Link {
+    /// It answers.
+    Up(Arc<Session>),
+    /// It does not, or cannot be used.
+    Down {
+        /// Why, for people.
+        reason: String,
+        /// When the probe began that found this out; none before the first one.
+        probed: Option<Instant>,
+    },
+}
+
+/// One configured engine. Dropping it closes the connection.
+#[derive(Debug)]
+pub struct Worker {
+    shared: Arc<Shared>,
+    _task: AbortOnDropHandle<()>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    side: Side,
+    endpoint: String,
+    keep: Keep,
+    link: Mutex<Link>,
+    wake: Notify,
+    up: Gauge,
+    in_flight: Gauge,
+    changed: Arc<Changed>,
+}
+
+impl Worker {
+    /// Begins to dial.
+    pub fn start(side: Side, endpoint: &str, keep: Keep, gauges: (Gauge, Gauge), changed: Arc<Changed>) -> Self {
+        let shared = Arc::new(Shared {
+            side,
+            endpoint: endpoint.to_owned(),
+            keep,
+            link: Mutex::new(Link::Down {
+                reason: format!("{endpoint} was not reached yet"),
+                probed: None,
+            }),
+            wake: Notify::new(),
+            up: gauges.0,
+            in_flight: gauges.1,
+            changed,
+        });
+        let task = tokio::spawn(Arc::clone(&shared).keep_connected());
+        Self {
+            shared,
+            _task: AbortOnDropHandle::new(task),
+        }
+    }
+
+    /// The engine, if requests may go there.
+    pub fn session(&self) -> Option<Arc<Session>> {
+        match &*self.shared.link.lock() {
+            Link::Up(session) if session.open() => Some(Arc::clone(session)),
+            _ => None,
+        }
+    }
+
+    /// Dials at once if it waits to dial again.
+    pub fn probe_now(&self) {
+        if matches!(&*self.shared.link.lock(), Link::Down { .. }) {
+            self.shared.wake.notify_one();
+        }
+    }
+
+    /// Down by a probe that began after `since` (or draining, which its live load stream says).
+    pub fn is_down_since_probe(&self, since: Instant) -> bool {
+        match &*self.shared.link.lock() {
+            Link::Up(session) => session.draining(),
+            Link::Down { probed, .. } => probed.is_some_and(|probed| probed >= since),
+        }
+    }
+
+    /// Why it cannot be used, for people.
+    pub fn down_reason(&self) -> Option<String> {
+        match &*self.shared.link.lock() {
+            Link::Up(session) => session.draining().then(|| format!("{} drains", self.shared.endpoint)),
+            Link::Down { reason, .. } => Some(reason.clone()),
+        }
+    }
+}
+
+impl Shared {
+    async fn keep_connected(self: Arc<Self>) {
+        let mut pause = FIRST_PAUSE;
+        let mut last: Option<Arc<Session>> = None;
+        loop {
+            let began = Instant::now();
+            match self.dial(last.as_deref()).await {
+                Ok(session) => {
+                    let session = Arc::new(session);
+                    last = Some(Arc::clone(&session));
+                    tracing::info!(
+                        endpoint = self.endpoint,
+                        side = self.side.name(),
+                        boot = %session.boot,
+                        max_length_tokens = session.max_length_tokens(),
+                        "engine is up"
+                    );
+                    self.set(Link::Up(Arc::clone(&session)));
+                    self.up.set(1);
+                    let reason = self.watch(&session).await;
+                    self.up.set(0);
+                    tracing::warn!(endpoint = self.endpoint, side = self.side.name(), boot = %session.boot, reason, "engine is gone");
+                    self.set(Link::Down { reason, probed: None });
+                    if began.elapsed() > LONGEST_PAUSE {
+                        pause = FIRST_PAUSE;
+                    }
+                }
+                Err(reason) => {
+                    tracing::debug!(endpoint = self.endpoint, reason, "engine cannot be used");
+                    self.set(Link::Down {
+                        reason,
+                        probed: Some(began),
+                    });
+                }
+            }
+            tokio::time::sleep(SHORTEST_PAUSE).await;
+            let _ = tokio::time::timeout(pause.saturating_sub(SHORTEST_PAUSE), self.wake.notified()).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn set(&self, link: Link) {
+        *self.link.lock() = link;
+        self.changed.link();
+    }
+
+    async fn dial(&self, last: Option<&Session>) -> Result<Session, String> {
+        let failed = |what: &str, error: &dyn std::error::Error| {
+            let mut text = format!("{} {what}: {error}", self.endpoint);
+            let mut cause = error.source();
+            while let Some(error) = cause {
+                text.push_str(&format!(": {error}"));
+                cause = error.source();
+            }
+            text
+        };
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.endpoint))
+            .map_err(|error| failed("is no address", &error))?
+            .connect_timeout(DIAL)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(self.keep.interval)
+            .keep_alive_timeout(self.keep.timeout)
+            .keep_alive_while_idle(true)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW);
+        let channel = endpoint
+            .connect()
+            .await
+            .map_err(|error| failed("cannot be reached", &error))?;
+        let mut client = EngineClient::new(channel);
+        let info = tokio::time::timeout(ASK, client.get_info(GetInfoRequest {}))
+            .await
+            .map_err(|_| format!("{} did not answer GetInfo within {} s", self.endpoint, ASK.as_secs()))?
+            .map_err(|status| format!("{} refused GetInfo: {}", self.endpoint, status.message()))?
+            .into_inner();
+        Session::new(self.side, &self.endpoint, client, &info, self.in_flight.clone(), last)
+            .map_err(|unfit| unfit.to_string())
+    }
+
+    /// Follows the load until the engine is gone; says why.
+    async fn watch(&self, session: &Session) -> String {
+        let request = WatchLoadRequest {
+            boot_id: session.boot.to_wire(),
+            min_interval_ms: 0,
+        };
+        let mut client = session.client.clone();
+        let loads = tokio::select! {
+            loads = client.watch_load(request) => loads,
+            () = session.doubted() => return format!("{} failed a request, asking it again", self.endpoint),
+        };
+        let mut loads = match loads {
+            Ok(loads) => loads.into_inner(),
+            Err(status) => return format!("{} refused WatchLoad: {}", self.endpoint, status.message()),
+        };
+        loop {
+            tokio::select! {
+                load = loads.message() => match load {
+                    Ok(Some(load)) => {
+                        let drained = load.draining != session.draining();
+                        session.report(load);
+                        if drained {
+                            self.changed.link();
+                        } else {
+                            self.changed.room.notify_one();
+                        }
+                    }
+                    Ok(None) => return format!("{} closed its load stream", self.endpoint),
+                    Err(status) => return format!("{} was lost: {}", self.endpoint, status.message()),
+                },
+                () = session.doubted() => return format!("{} failed a request, asking it again", self.endpoint),
+            }
+        }
+    }
+}

@@ -1,0 +1,486 @@
+//! One prompt from admission to its last token, as a stream of events.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::Stream;
+use tandem_wire::proto::generate_event::Event as Wire;
+use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, finished, phase};
+use tandem_wire::reason::FAILURE_KEY;
+use tandem_wire::{Failure, Reason, Source, TransferId, TransferKey};
+use tonic::Streaming;
+
+use super::Flow;
+use super::queue::Ticket;
+use super::verdict::{MAX_ATTEMPTS, Met};
+use crate::engines::{Avoid, Lease, Session, Side};
+use crate::error::RouterError;
+use crate::metrics::{Endpoint, Phase};
+use crate::text::TextStream;
+
+/// Before the second retry; the first goes at once.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    /// For logs and traces.
+    pub request_id: String,
+    /// Through which API it came.
+    pub endpoint: Endpoint,
+    /// When it came.
+    pub came: Instant,
+    /// When its time is over.
+    pub deadline: Instant,
+    /// The prompt's ids.
+    pub prompt: Vec<u32>,
+    /// How tokens are drawn.
+    pub sampling: proto::Sampling,
+    /// At most so many tokens; none: as many as fit.
+    pub max_new_tokens: Option<u32>,
+    /// Longest prompt with answer by the router's own limit; the engine's holds too.
+    pub max_length_tokens: Option<u32>,
+    /// Ids that end it, beside the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// The model's own end ids do not end it.
+    pub ignore_eos: bool,
+    /// Texts that end it.
+    pub stops: Vec<String>,
+    /// The client sees each piece as it comes.
+    pub streamed: bool,
+}
+
+/// How many new tokens `spec` may have where prompt and answer together have at most `max_length_tokens`.
+pub fn fit(spec: &Spec, max_length_tokens: u32) -> Result<u32, RouterError> {
+    let prompt = spec.prompt.len() as u64;
+    let max = u64::from(max_length_tokens);
+    let param = if spec.endpoint == Endpoint::Chat {
+        "messages"
+    } else {
+        "prompt"
+    };
+    let detail = match spec.max_new_tokens {
+        // the answer has at least one token
+        _ if prompt >= max => {
+            format!(
+                "this model takes at most {max} tokens, answer included, but the {param} have {prompt} tokens; shorten them"
+            )
+        }
+        Some(new) if prompt + u64::from(new) > max => format!(
+            "this model takes at most {max} tokens, but {} were asked for: {prompt} in the {param}, {new} in the answer; \
+             shorten either",
+            prompt + u64::from(new)
+        ),
+        Some(new) => return Ok(new),
+        None => return Ok((max - prompt) as u32),
+    };
+    Err(RouterError::ContextLength { param, detail })
+}
+
+/// What happens to a choice, in order.
+#[derive(Debug)]
+pub enum Event {
+    /// An engine has it. At most once.
+    Accepted,
+    /// More text.
+    Text(String),
+    /// An engine failed and another begins anew: what came so far counts no more. Only where nothing is streamed.
+    Restarted,
+    /// The end of a good answer.
+    Done(Done),
+    /// The end of a failed one.
+    Failed(RouterError),
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// By itself, or at a stop.
+    Stop,
+    /// It has as many tokens as were asked for.
+    Length,
+}
+
+impl Finish {
+    /// OpenAI's `finish_reason`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
+/// The end of a good answer.
+#[derive(Debug, Clone)]
+pub struct Done {
+    /// The last piece of text.
+    pub text: String,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Of those, found in a prefix cache; none where a stop string ended the call before the engine said so.
+    pub cached_tokens: Option<u32>,
+    /// Tokens of the answer.
+    pub completion_tokens: u32,
+    /// Attempts it took.
+    pub attempts: u32,
+    /// From the request's head to its first token.
+    pub first_token: Option<Duration>,
+}
+
+/// One choice. Dropping it cancels everything below it.
+#[derive(Debug)]
+pub struct Choice {
+    flow: Arc<Flow>,
+    spec: Spec,
+    text: TextStream,
+    ticket: Ticket,
+    transfer: TransferId,
+    /// Calls made, for the key: each names another attempt.
+    calls: u32,
+    /// Calls that count against [`MAX_ATTEMPTS`].
+    attempts: u32,
+    avoid: Avoid,
+    last: Option<Failure>,
+    accepted: bool,
+    /// Text has left for the consumer.
+    spoken: bool,
+    first_token: Option<Duration>,
+    /// Time spent in the queue, all attempts together.
+    waited: Duration,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Waiting,
+    Running(Box<Running>),
+    Over,
+}
+
+#[derive(Debug)]
+struct Running {
+    // first, so that the stream goes before the places at the engines do
+    events: Streaming<GenerateEvent>,
+    lease: Box<Lease>,
+    /// The prefill engine whose work the end of the call tells about.
+    unjudged: Option<Arc<Session>>,
+}
+
+impl Choice {
+    /// A choice that has not begun. The error names the stop string at fault.
+    pub fn new(flow: Arc<Flow>, spec: Spec) -> Result<Self, RouterError> {
+        Ok(Self {
+            text: flow.text.stream(&spec.stops)?,
+            ticket: flow.queue.ticket(),
+            flow,
+            spec,
+            transfer: TransferId::random(),
+            calls: 0,
+            attempts: 0,
+            avoid: Avoid::default(),
+            last: None,
+            accepted: false,
+            spoken: false,
+            first_token: None,
+            waited: Duration::ZERO,
+            state: State::Waiting,
+        })
+    }
+
+    /// Its events. The last one is [`Event::Done`] or [`Event::Failed`].
+    pub fn events(self) -> impl Stream<Item = Event> + Send {
+        futures::stream::unfold(self, |mut choice| async move {
+            let event = choice.next().await?;
+            Some((event, choice))
+        })
+    }
+
+    async fn next(&mut self) -> Option<Event> {
+        loop {
+            let event = match std::mem::replace(&mut self.state, State::Over) {
+                State::Waiting => self.begin().await,
+                State::Running(running) => self.step(running).await,
+                State::Over => return None,
+            };
+            if event.is_some() {
+                return event;
+            }
+        }
+    }
+
+    async fn begin(&mut self) -> Option<Event> {
+        let waits = Instant::now();
+        let until = (waits + self.flow.queue_time.saturating_sub(self.waited)).min(self.spec.deadline);
+        let admitted = self.flow.admit(self.ticket, &self.avoid, self.calls > 0, until).await;
+        self.waited += waits.elapsed();
+        let lease = match admitted {
+            Ok(lease) => lease,
+            Err(RouterError::QueueTimeout { .. }) => {
+                return Some(Event::Failed(RouterError::QueueTimeout { waited: self.waited }));
+            }
+            Err(error) => return Some(Event::Failed(self.no_pair(error))),
+        };
+        if lease.bypass {
+            self.flow.metrics.prefill_bypassed.inc();
+        }
+        let own = self.spec.max_length_tokens.unwrap_or(u32::MAX);
+        let max_new_tokens = match fit(&self.spec, lease.decode.session().max_length_tokens().min(own)) {
+            Ok(max_new_tokens) => max_new_tokens,
+            Err(error) => return Some(Event::Failed(error)),
+        };
+        let request = self.request(&lease, max_new_tokens);
+        self.calls += 1;
+        self.attempts += 1;
+        let mut client = lease.decode.session().client.clone();
+        match client.generate(request).await {
+            Ok(events) => {
+                self.state = State::Running(Box::new(Running {
+                    events: events.into_inner(),
+                    lease,
+                    unjudged: None,
+                }));
+                None
+            }
+            Err(status) => self.broke(lease, &status).await,
+        }
+    }
+
+    /// Why there is no pair: the failure of the attempt before says more, unless that only said to look elsewhere.
+    fn no_pair(&mut self, error: RouterError) -> RouterError {
+        match (&error, self.last.take()) {
+            (RouterError::NoDecode(_) | RouterError::NoPrefill(_), Some(failure))
+                if failure.reason != Reason::StaleBoot && failure.reason != Reason::Draining =>
+            {
+                failure.into()
+            }
+            _ => error,
+        }
+    }
+
+    fn request(&self, lease: &Lease, max_new_tokens: u32) -> GenerateRequest {
+        let on_prefill_failure = if self.flow.recompute() {
+            proto::OnPrefillFailure::Recompute
+        } else {
+            proto::OnPrefillFailure::Fail
+        };
+        let remaining = self.spec.deadline.saturating_duration_since(Instant::now());
+        GenerateRequest {
+            boot_id: lease.decode.session().boot.to_wire(),
+            key: Some(
+                TransferKey {
+                    id: self.transfer,
+                    attempt: self.calls,
+                }
+                .to_wire(),
+            ),
+            request_id: self.spec.request_id.clone(),
+            prompt_tokens: self.spec.prompt.clone(),
+            sampling: Some(self.spec.sampling),
+            max_new_tokens,
+            stop_token_ids: self.spec.stop_token_ids.clone(),
+            ignore_eos: self.spec.ignore_eos,
+            prefill: lease.prefill.as_ref().map(|leg| proto::Peer {
+                endpoint: leg.session().endpoint.clone(),
+                boot_id: leg.session().boot.to_wire(),
+            }),
+            on_prefill_failure: on_prefill_failure.into(),
+            remaining_ms: (remaining.as_millis() as u64).max(1),
+            batch_tokens: !self.spec.streamed,
+        }
+    }
+
+    async fn step(&mut self, mut running: Box<Running>) -> Option<Event> {
+        match running.events.message().await {
+            Ok(Some(message)) => match message.event {
+                Some(Wire::Started(_)) => {
+                    self.flow.metrics.phase(Phase::Queue, self.waited.as_secs_f64());
+                    self.state = State::Running(running);
+                    (!std::mem::replace(&mut self.accepted, true)).then_some(Event::Accepted)
+                }
+                Some(Wire::Tokens(tokens)) => self.take(running, &tokens.ids),
+                Some(Wire::Phase(phase)) => {
+                    if phase.kind() == phase::Kind::Decode {
+                        self.prefilled(&mut running);
+                    }
+                    self.state = State::Running(running);
+                    None
+                }
+                Some(Wire::Finished(finished)) => Some(self.finish(running, &finished)),
+                Some(Wire::Failure(failure)) => {
+                    let failure = Failure::from_wire(&failure);
+                    drop(running.events);
+                    self.fail(running.lease, failure, true).await
+                }
+                None => {
+                    tracing::debug!(
+                        request_id = self.spec.request_id,
+                        "an event of a newer engine is ignored"
+                    );
+                    self.state = State::Running(running);
+                    None
+                }
+            },
+            Ok(None) => {
+                let detail = "the engine's stream ended without a last message";
+                let failure = Failure::new(Reason::Incomplete, Source::Router, detail);
+                self.fail(running.lease, failure, false).await
+            }
+            Err(status) => self.broke(running.lease, &status).await,
+        }
+    }
+
+    /// The prefill's part is over: its place is free for the next.
+    fn prefilled(&self, running: &mut Running) {
+        let Some(mut leg) = running.lease.prefill.take() else {
+            return;
+        };
+        if self.flow.recompute() {
+            // decode may have done the work in its stead, and says so only at the end
+            running.unjudged = Some(Arc::clone(leg.session()));
+        } else {
+            leg.succeeded();
+        }
+    }
+
+    fn take(&mut self, mut running: Box<Running>, ids: &[u32]) -> Option<Event> {
+        if self.first_token.is_none() && !ids.is_empty() {
+            let elapsed = self.spec.came.elapsed();
+            self.first_token = Some(elapsed);
+            self.flow.metrics.first_token(self.spec.endpoint, elapsed.as_secs_f64());
+        }
+        self.prefilled(&mut running);
+        let delta = match self.text.push(ids) {
+            Ok(delta) => delta,
+            Err(error) => return Some(Event::Failed(error.into())),
+        };
+        let text = delta.text.to_owned();
+        if delta.stopped.is_some() {
+            // `running` is dropped here, which cancels what the engine would still do
+            running.lease.decode.succeeded();
+            let tokens = self.text.tokens() as u32;
+            return Some(Event::Done(self.done(text, Finish::Stop, None, tokens)));
+        }
+        self.state = State::Running(running);
+        if text.is_empty() {
+            return None;
+        }
+        self.spoken = true;
+        Some(Event::Text(text))
+    }
+
+    fn finish(&mut self, mut running: Box<Running>, finished: &proto::Finished) -> Event {
+        running.lease.decode.succeeded();
+        let usage = finished.usage.unwrap_or_default();
+        self.prefilled(&mut running);
+        if let Some(prefill) = running.unjudged.take() {
+            if usage.recomputed {
+                prefill.failed();
+            } else {
+                prefill.succeeded();
+            }
+        }
+        for (phase, micros) in [
+            (Phase::PrefillQueue, usage.queue_us),
+            (Phase::Prefill, usage.prefill_us),
+            (Phase::Transfer, usage.transfer_us),
+            (Phase::Decode, usage.decode_us),
+        ] {
+            self.flow.metrics.phase(phase, micros as f64 / 1e6);
+        }
+        let delta = self.text.finish();
+        let (text, stopped) = (delta.text.to_owned(), delta.stopped.is_some());
+        let finish = match finished.cause() {
+            _ if stopped => Finish::Stop,
+            finished::Cause::Length => Finish::Length,
+            finished::Cause::Stop | finished::Cause::Unspecified => Finish::Stop,
+        };
+        Event::Done(self.done(text, finish, Some(usage.cached_tokens), usage.completion_tokens))
+    }
+
+    fn done(&self, text: String, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
+        let prompt_tokens = self.spec.prompt.len() as u32;
+        self.flow.metrics.prompt_tokens.inc_by(prompt_tokens.into());
+        self.flow
+            .metrics
+            .cached_tokens
+            .inc_by(cached_tokens.unwrap_or(0).into());
+        self.flow.metrics.completion_tokens.inc_by(completion_tokens.into());
+        Done {
+            text,
+            finish,
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attempts: self.calls,
+            first_token: self.first_token,
+        }
+    }
+
+    /// The call failed by its status.
+    async fn broke(&mut self, lease: Box<Lease>, status: &tonic::Status) -> Option<Event> {
+        let carried = status.metadata().get_bin(FAILURE_KEY).is_some();
+        self.fail(lease, Failure::from_status(status, Source::Router), carried)
+            .await
+    }
+
+    /// Judges a failure; none: the next attempt is due.
+    async fn fail(&mut self, mut lease: Box<Lease>, failure: Failure, carried: bool) -> Option<Event> {
+        let met = Met {
+            failure: &failure,
+            carried,
+            with_prefill: lease.prefill.is_some(),
+        };
+        let side = met.side();
+        let leg = match (side, &mut lease.prefill) {
+            (Side::Prefill, Some(leg)) => leg,
+            _ => &mut lease.decode,
+        };
+        if met.fault() {
+            leg.failed();
+        }
+        if met.doubt() {
+            leg.session().doubt();
+        }
+        match failure.reason {
+            Reason::NoCapacity => leg.session().refused(),
+            Reason::Draining => leg.session().drains(),
+            _ => {}
+        }
+        let delivered = self.spoken && self.spec.streamed;
+        let again = met.again(self.flow.on_prefill_failure, self.attempts, delivered);
+        tracing::info!(
+            request_id = self.spec.request_id,
+            engine = leg.session().endpoint,
+            side = side.name(),
+            call = self.calls,
+            again,
+            %failure,
+            "an attempt failed"
+        );
+        if !again {
+            return Some(Event::Failed(failure.into()));
+        }
+        self.flow.metrics.retry(failure.reason);
+        if failure.reason == Reason::NoCapacity {
+            self.attempts -= 1;
+        } else {
+            self.avoid.sessions.push(Arc::clone(leg.session()));
+        }
+        drop(lease);
+        let pause = self.attempts + 1 >= MAX_ATTEMPTS;
+        self.last = Some(failure);
+        self.state = State::Waiting;
+        let restarted = std::mem::take(&mut self.spoken);
+        match self.flow.text.stream(&self.spec.stops) {
+            Ok(text) => self.text = text,
+            Err(error) => return Some(Event::Failed(error.into())),
+        }
+        if pause {
+            tokio::time::sleep(PAUSE).await;
+        }
+        restarted.then_some(Event::Restarted)
+    }
+}

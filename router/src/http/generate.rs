@@ -1,0 +1,255 @@
+//! The two generating endpoints, whole and streamed.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use futures::{Stream, StreamExt};
+use http::header::{self, HeaderName, HeaderValue};
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use tokio::time::Instant;
+
+use super::account::Account;
+use super::body::{Answer, Feed, Stalled, read};
+use super::{App, routes};
+use crate::api::Head;
+use crate::api::answer::{Usage, Whole, whole};
+use crate::api::chunks::{self, Chunks};
+use crate::api::prepare::{Origin, Prepared};
+use crate::api::request::{ChatBody, CompletionBody};
+use crate::error::RouterError;
+use crate::flow::{Choice, Done, Event, Spec};
+use crate::metrics::Endpoint;
+
+/// Chat.
+pub const CHAT: &str = "/v1/chat/completions";
+/// Completions.
+pub const COMPLETIONS: &str = "/v1/completions";
+
+/// What happens to the choices of one request, each with its index.
+type Events = Pin<Box<dyn Stream<Item = (usize, Event)> + Send>>;
+
+/// Answers a request of either endpoint. Takes the account if the answer outlives this call.
+pub async fn answer(
+    app: &Arc<App>,
+    endpoint: Endpoint,
+    request: Request<Incoming>,
+    account: &mut Option<Account>,
+) -> Result<Response<Answer>, RouterError> {
+    let (parts, body) = request.into_parts();
+    let bytes = read(&parts.headers, body, app.config.max_body_bytes).await?;
+    let Some(open) = account.as_mut() else {
+        return Err(RouterError::Internal("a request without an account".into()));
+    };
+    let origin = Origin {
+        request_id: open.request_id.clone(),
+        came: open.came,
+    };
+    let limits = app.limits();
+    let prepared = match endpoint {
+        Endpoint::Chat => app.text.chat(ChatBody::read(&bytes)?, &limits, origin).await?,
+        Endpoint::Completions | Endpoint::Other => {
+            app.text
+                .completions(CompletionBody::read(&bytes)?, &limits, origin)
+                .await?
+        }
+    };
+    drop(bytes);
+    let head = Head::new(endpoint, &limits.model);
+    let run = Run::new(app, prepared.specs.clone())?;
+    if prepared.stream {
+        open.streamed();
+        stream(app, head, &prepared, run, account).await
+    } else {
+        let choices = run.to_the_end(open).await?;
+        Ok(routes::json(StatusCode::OK, whole(&head, &choices)))
+    }
+}
+
+/// The running choices of one request, under its deadline.
+struct Run {
+    events: Events,
+    choices: usize,
+    deadline: Instant,
+    app: Arc<App>,
+}
+
+impl Run {
+    fn new(app: &Arc<App>, specs: Vec<Spec>) -> Result<Self, RouterError> {
+        let choices = specs.len();
+        let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
+        let mut all = Vec::with_capacity(choices);
+        for (index, spec) in specs.into_iter().enumerate() {
+            let choice = Choice::new(Arc::clone(&app.flow), spec)?;
+            all.push(choice.events().map(move |event| (index, event)).boxed());
+        }
+        let events: Events = if choices == 1 {
+            all.remove(0)
+        } else {
+            futures::stream::select_all(all).boxed()
+        };
+        Ok(Self {
+            events,
+            choices,
+            deadline,
+            app: Arc::clone(app),
+        })
+    }
+
+    /// The next event; a failure of any choice is one of the request.
+    async fn next(&mut self) -> Result<(usize, Event), RouterError> {
+        tokio::select! {
+            biased;
+            event = self.events.next() => match event {
+                Some((_, Event::Failed(error))) => Err(error),
+                Some(event) => Ok(event),
+                None => Err(RouterError::Internal("a choice ended without its last event".into())),
+            },
+            () = tokio::time::sleep_until(self.deadline) => Err(RouterError::Deadline(self.app.config.request())),
+            () = self.app.cut.cancelled() => Err(RouterError::Draining),
+        }
+    }
+
+    async fn to_the_end(mut self, account: &mut Account) -> Result<Vec<Whole>, RouterError> {
+        let mut texts = vec![String::new(); self.choices];
+        let mut ends: Vec<Option<Done>> = vec![None; self.choices];
+        let mut open = self.choices;
+        while open > 0 {
+            let (index, event) = self.next().await?;
+            match event {
+                Event::Accepted | Event::Failed(_) => {}
+                Event::Text(text) => texts[index].push_str(&text),
+                Event::Restarted => texts[index].clear(),
+                Event::Done(done) => {
+                    texts[index].push_str(&done.text);
+                    account.add(&done);
+                    ends[index] = Some(done);
+                    open -= 1;
+                }
+            }
+        }
+        Ok(texts
+            .into_iter()
+            .zip(ends)
+            .filter_map(|(text, done)| Some(Whole { text, done: done? }))
+            .collect())
+    }
+}
+
+/// Sends the head as soon as an engine has the request or a comment is due, whichever comes first: what fails quickly fails with
+/// a status.
+async fn stream(
+    app: &Arc<App>,
+    head: Head,
+    prepared: &Prepared,
+    mut run: Run,
+    account: &mut Option<Account>,
+) -> Result<Response<Answer>, RouterError> {
+    let chunks = Chunks::new(&head, prepared.include_usage);
+    let first = match tokio::time::timeout(app.config.sse_comment(), run.next()).await {
+        Ok(event) => Some(event?),
+        Err(_) => None,
+    };
+    let Some(account) = account.take() else {
+        return Err(RouterError::Internal("a stream without an account".into()));
+    };
+    let writer = Writer {
+        chunks,
+        include_usage: prepared.include_usage,
+        ends: Vec::new(),
+        account,
+    };
+    let body = Answer::streamed(app.config.client_stall(), |feed| writer.write(feed, first, run));
+    let mut response = Response::new(body);
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("text/event-stream; charset=utf-8"),
+    );
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // nginx holds answers back otherwise
+    headers.insert(
+        HeaderName::from_static("x-accel-buffering"),
+        HeaderValue::from_static("no"),
+    );
+    Ok(response)
+}
+
+/// Writes the events of a stream.
+struct Writer {
+    chunks: Chunks,
+    include_usage: bool,
+    ends: Vec<Done>,
+    account: Account,
+}
+
+impl Writer {
+    async fn write(mut self, feed: Feed, first: Option<(usize, Event)>, mut run: Run) {
+        let metrics = Arc::clone(&run.app.flow.metrics);
+        match self.events(&feed, first, &mut run).await {
+            Ok(Ok(())) => {
+                self.account.succeeded();
+                feed.complete();
+            }
+            Ok(Err(error)) => {
+                // the calls to the engines end before the client hears of it
+                drop(run);
+                let last = chunks::error(&error, &self.account.request_id);
+                self.account.failed(&error);
+                if feed.send(last).await.is_ok() {
+                    feed.complete();
+                }
+            }
+            Err(Stalled) => {
+                metrics.client_stalled.inc();
+            }
+        }
+    }
+
+    async fn events(
+        &mut self,
+        feed: &Feed,
+        first: Option<(usize, Event)>,
+        run: &mut Run,
+    ) -> Result<Result<(), RouterError>, Stalled> {
+        for index in 0..run.choices {
+            if let Some(role) = self.chunks.role(index) {
+                feed.send(role).await?;
+            }
+        }
+        match first {
+            Some((index, event)) => self.event(feed, index, event).await?,
+            None => feed.send(chunks::COMMENT).await?,
+        }
+        let pause = run.app.config.sse_comment();
+        while self.ends.len() < run.choices {
+            match tokio::time::timeout(pause, run.next()).await {
+                Ok(Ok((index, event))) => self.event(feed, index, event).await?,
+                Ok(Err(error)) => return Ok(Err(error)),
+                Err(_) => feed.send(chunks::COMMENT).await?,
+            }
+        }
+        if self.include_usage {
+            feed.send(self.chunks.usage(&Usage::of(&self.ends))).await?;
+        }
+        feed.send(chunks::DONE).await?;
+        Ok(Ok(()))
+    }
+
+    async fn event(&mut self, feed: &Feed, index: usize, event: Event) -> Result<(), Stalled> {
+        match event {
+            Event::Text(text) => feed.send(self.chunks.text(index, &text)).await,
+            Event::Done(done) => {
+                if !done.text.is_empty() {
+                    feed.send(self.chunks.text(index, &done.text)).await?;
+                }
+                feed.send(self.chunks.finish(index, done.finish)).await?;
+                self.account.add(&done);
+                self.ends.push(done);
+                Ok(())
+            }
+            // a stream is restarted only before its first text, so there is nothing to take back
+            Event::Accepted | Event::Restarted | Event::Failed(_) => Ok(()),
+        }
+    }
+}

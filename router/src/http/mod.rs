@@ -1,0 +1,58 @@
+//! The HTTP side: sockets, paths, bodies.
+//!
+//! | room | purpose |
+//! | --- | --- |
+//! | [`server`] | accepts connections, bounds them, drains |
+//! | [`socket`] | a connection whose peer must go on reading |
+//! | [`routes`] | paths and methods |
+//! | [`generate`] | the two generating endpoints, whole and streamed |
+//! | [`body`] | bodies of requests and answers |
+//! | [`account`] | what is written down about a request, also when its client leaves |
+
+pub mod account;
+pub mod body;
+pub mod generate;
+pub mod routes;
+pub mod server;
+pub mod socket;
+
+use std::sync::Arc;
+
+use tandem_telemetry::{Metrics as Exposition, Readiness};
+use tokio_util::sync::CancellationToken;
+
+use crate::api::prepare::{Limits, TextWork};
+use crate::config::Config;
+use crate::flow::Flow;
+
+/// What every connection shares.
+#[derive(Debug)]
+pub struct App {
+    /// As started.
+    pub config: Config,
+    /// The way to tokens.
+    pub flow: Arc<Flow>,
+    /// Template and tokenizer.
+    pub text: TextWork,
+    /// `/metrics`.
+    pub exposition: Exposition,
+    /// `/readyz`.
+    pub readiness: Readiness,
+    /// Cancelled when a drain has run out of time: whatever still runs ends with an error.
+    pub cut: CancellationToken,
+    /// When this process began to serve, seconds since the epoch.
+    pub started: u64,
+}
+
+impl App {
+    /// What requests are checked against now.
+    pub fn limits(&self) -> Limits {
+        let engines = self.flow.engines.max_length_tokens();
+        let own = self.config.max_length_tokens;
+        Limits {
+            model: self.config.model_name.clone(),
+            max_length_tokens: engines.zip(own).map(|(a, b)| a.min(b)).or(engines).or(own),
+            time: self.config.request(),
+        }
+    }
+}

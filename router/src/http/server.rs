@@ -1,0 +1,126 @@
+//! Accepts connections, bounds them, and drains: a stop lets what runs finish and cuts it off, with an error, when time is over.
+
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use tandem_telemetry::State;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::socket::Socket;
+use super::{App, routes};
+use crate::metrics::Counted;
+
+/// A connection between two requests: longer than the idle time of what usually stands before us (600 s at most), so that no
+/// pool sends a request into a connection that we are just closing.
+const IDLE: Duration = Duration::from_secs(620);
+/// The first request of a connection.
+const FIRST_REQUEST: Duration = Duration::from_secs(30);
+/// More connections than this wait in the kernel.
+const MAX_CONNECTIONS: usize = 16_384;
+/// After a failed accept (file descriptors used up, say) the next try waits this long.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// After the cut, until the errors are written.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Serves until `stop`, then drains.
+pub async fn serve(listener: TcpListener, app: Arc<App>, stop: CancellationToken) {
+    let graceful = GracefulShutdown::new();
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            () = stop.cancelled() => break,
+            Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+            accepted = accept(&listener, &slots) => accepted,
+        };
+        match accepted {
+            Ok((stream, slot)) => {
+                let (app, watcher) = (Arc::clone(&app), graceful.watcher());
+                connections.spawn(async move {
+                    connection(stream, app, watcher).await;
+                    drop(slot);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    app.readiness.set(State::Draining);
+    tracing::info!(
+        connections = graceful.count(),
+        in_flight = app.flow.metrics.in_flight.get(),
+        "draining"
+    );
+    let mut drained = std::pin::pin!(graceful.shutdown());
+    if tokio::time::timeout(app.config.drain(), &mut drained).await.is_err() {
+        tracing::warn!(
+            in_flight = app.flow.metrics.in_flight.get(),
+            "requests are cut off: --drain-ms is over"
+        );
+        app.cut.cancel();
+        let _ = tokio::time::timeout(LAST_WORDS, &mut drained).await;
+    }
+    connections.shutdown().await;
+    tracing::info!("drained");
+}
+
+async fn accept(
+    listener: &TcpListener,
+    slots: &Arc<Semaphore>,
+) -> io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+    let slot = Arc::clone(slots).acquire_owned().await.map_err(io::Error::other)?;
+    let (stream, _) = listener.accept().await?;
+    Ok((stream, slot))
+}
+
+async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
+    let _open = Counted::new(&app.flow.metrics.connections);
+    let socket = match Socket::new(stream, app.config.client_stall()) {
+        Ok(socket) => socket,
+        // the client is gone already
+        Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
+    };
+    let asked = Arc::new(AtomicBool::new(false));
+    let service = service_fn({
+        let asked = Arc::clone(&asked);
+        move |request| {
+            asked.store(true, Ordering::Relaxed);
+            let answer = routes::answer(Arc::clone(&app), request);
+            async { Ok::<_, Infallible>(answer.await) }
+        }
+    });
+    let mut server = auto::Builder::new(TokioExecutor::new());
+    server.http1().timer(TokioTimer::new()).header_read_timeout(IDLE);
+    server
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(Duration::from_secs(30))
+        .max_concurrent_streams(256);
+    let mut connection =
+        std::pin::pin!(watcher.watch(server.serve_connection(TokioIo::new(socket), service).into_owned()));
+    let first = tokio::select! {
+        ended = &mut connection => Some(ended),
+        () = tokio::time::sleep(FIRST_REQUEST) => None,
+    };
+    let ended = match first {
+        Some(ended) => ended,
+        None if !asked.load(Ordering::Relaxed) => return tracing::debug!("a connection sent no request"),
+        None => connection.await,
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error = %error, "a connection broke");
+    }
+}

@@ -1,0 +1,310 @@
+//! What the router counts. Everything that must come back to zero is a guard.
+
+use std::sync::Arc;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use tandem_telemetry::{Metrics as Exposition, initialise};
+use tandem_wire::Reason;
+use tandem_wire::reason::meaning;
+
+use crate::error::{all_codes, all_reasons};
+
+/// `code` of a request that was answered.
+pub const OK: &str = "ok";
+/// `code` of a request whose client left before its answer was complete.
+pub const CLIENT_GONE: &str = "client_gone";
+
+/// Which API a request came through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Endpoint {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+    /// All others.
+    Other,
+}
+
+impl Endpoint {
+    const ALL: [Self; 3] = [Self::Chat, Self::Completions, Self::Other];
+
+    /// As the `endpoint` label says it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completions => "completions",
+            Self::Other => "other",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    endpoint: &'static str,
+    code: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Of {
+    endpoint: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ForReason {
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InPhase {
+    phase: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Upstream {
+    role: &'static str,
+    endpoint: String,
+}
+
+/// The router's metrics, `tandem_router_*`.
+#[derive(Debug)]
+pub struct Metrics {
+    requests: Family<Outcome, Counter>,
+    request_seconds: Family<Of, Histogram, fn() -> Histogram>,
+    first_token_seconds: Family<Of, Histogram, fn() -> Histogram>,
+    phase_seconds: Family<InPhase, Histogram, fn() -> Histogram>,
+    retries: Family<ForReason, Counter>,
+    upstream_up: Family<Upstream, Gauge>,
+    upstream_in_flight: Family<Upstream, Gauge>,
+    /// Requests whose answer is not complete.
+    pub in_flight: Gauge,
+    /// Open client connections.
+    pub connections: Gauge,
+    /// Requests that wait for an engine with room.
+    pub queue_depth: Gauge,
+    /// Tokens of prompts that were answered.
+    pub prompt_tokens: Counter,
+    /// Of those, found in a prefix cache.
+    pub cached_tokens: Counter,
+    /// Tokens of answers.
+    pub completion_tokens: Counter,
+    /// Requests that decode prefills itself because no prefill engine can be used.
+    pub prefill_bypassed: Counter,
+    /// Clients that were cut off because they took nothing of their answer.
+    pub client_stalled: Counter,
+}
+
+/// Where a request's time goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Template and tokenizer.
+    Text,
+    /// Waiting in the router for an engine with room.
+    Queue,
+    /// Waiting in the prefill's run queue.
+    PrefillQueue,
+    /// Computing the prompt.
+    Prefill,
+    /// Moving KV.
+    Transfer,
+    /// From the hand-off to the last token.
+    Decode,
+}
+
+impl Phase {
+    const ALL: [Self; 6] = [
+        Self::Text,
+        Self::Queue,
+        Self::PrefillQueue,
+        Self::Prefill,
+        Self::Transfer,
+        Self::Decode,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Queue => "queue",
+            Self::PrefillQueue => "prefill_queue",
+            Self::Prefill => "prefill",
+            Self::Transfer => "transfer",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// 1 ms to 2 min: below lies noise, above the deadline.
+fn seconds() -> Histogram {
+    Histogram::new([
+        0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+    ])
+}
+
+impl Metrics {
+    /// Registers everything, each label set at zero.
+    pub fn register(exposition: &Exposition) -> Arc<Self> {
+        let metrics = Self {
+            requests: Family::default(),
+            request_seconds: Family::new_with_constructor(seconds),
+            first_token_seconds: Family::new_with_constructor(seconds),
+            phase_seconds: Family::new_with_constructor(seconds),
+            retries: Family::default(),
+            upstream_up: Family::default(),
+            upstream_in_flight: Family::default(),
+            in_flight: Gauge::default(),
+            connections: Gauge::default(),
+            queue_depth: Gauge::default(),
+            prompt_tokens: Counter::default(),
+            cached_tokens: Counter::default(),
+            completion_tokens: Counter::default(),
+            prefill_bypassed: Counter::default(),
+            client_stalled: Counter::default(),
+        };
+        let codes: Vec<_> = all_codes().chain([OK, CLIENT_GONE]).collect();
+        for endpoint in Endpoint::ALL.map(Endpoint::name) {
+            initialise(&metrics.requests, codes.iter().map(|&code| Outcome { endpoint, code }));
+            initialise(&metrics.request_seconds, [Of { endpoint }]);
+        }
+        for endpoint in [Endpoint::Chat, Endpoint::Completions].map(Endpoint::name) {
+            initialise(&metrics.first_token_seconds, [Of { endpoint }]);
+        }
+        initialise(
+            &metrics.phase_seconds,
+            Phase::ALL.map(|phase| InPhase { phase: phase.name() }),
+        );
+        initialise(
+            &metrics.retries,
+            all_reasons()
+                .filter(|(_, m)| m.retryable)
+                .map(|(_, m)| ForReason { reason: m.code }),
+        );
+        exposition.part("router", |registry| {
+            let m = &metrics;
+            registry.register("requests", "Requests by endpoint and outcome", m.requests.clone());
+            registry.register(
+                "request_seconds",
+                "From the request's head to the end of its answer",
+                m.request_seconds.clone(),
+            );
+            registry.register(
+                "first_token_seconds",
+                "From the request's head to its first token",
+                m.first_token_seconds.clone(),
+            );
+            registry.register(
+                "phase_seconds",
+                "Where requests spent their time",
+                m.phase_seconds.clone(),
+            );
+            registry.register(
+                "retries",
+                "Attempts after the first, by the reason of the failure before",
+                m.retries.clone(),
+            );
+            registry.register("upstream_up", "1 while the engine can be used", m.upstream_up.clone());
+            registry.register(
+                "upstream_in_flight",
+                "Requests that this router has at the engine",
+                m.upstream_in_flight.clone(),
+            );
+            registry.register(
+                "in_flight",
+                "Requests whose answer is not complete",
+                m.in_flight.clone(),
+            );
+            registry.register("connections", "Open client connections", m.connections.clone());
+            registry.register(
+                "queue_depth",
+                "Requests that wait for an engine with room",
+                m.queue_depth.clone(),
+            );
+            registry.register(
+                "prompt_tokens",
+                "Tokens of prompts that were answered",
+                m.prompt_tokens.clone(),
+            );
+            registry.register(
+                "cached_tokens",
+                "Of the prompt tokens, found in a prefix cache",
+                m.cached_tokens.clone(),
+            );
+            registry.register("completion_tokens", "Tokens of answers", m.completion_tokens.clone());
+            registry.register(
+                "prefill_bypassed",
+                "Requests that decode prefills itself because no prefill engine can be used",
+                m.prefill_bypassed.clone(),
+            );
+            registry.register(
+                "client_stalled",
+                "Clients cut off because they took nothing of their answer",
+                m.client_stalled.clone(),
+            );
+        });
+        Arc::new(metrics)
+    }
+
+    /// Counts a finished request.
+    pub fn request(&self, endpoint: Endpoint, code: &'static str, seconds: f64) {
+        let endpoint = endpoint.name();
+        self.requests.get_or_create(&Outcome { endpoint, code }).inc();
+        self.request_seconds.get_or_create(&Of { endpoint }).observe(seconds);
+    }
+
+    /// Takes the time to the first token.
+    pub fn first_token(&self, endpoint: Endpoint, seconds: f64) {
+        self.first_token_seconds
+            .get_or_create(&Of {
+                endpoint: endpoint.name(),
+            })
+            .observe(seconds);
+    }
+
+    /// Takes the time spent in one phase.
+    pub fn phase(&self, phase: Phase, seconds: f64) {
+        self.phase_seconds
+            .get_or_create(&InPhase { phase: phase.name() })
+            .observe(seconds);
+    }
+
+    /// Counts another attempt.
+    pub fn retry(&self, reason: Reason) {
+        self.retries
+            .get_or_create(&ForReason {
+                reason: meaning(reason).code,
+            })
+            .inc();
+    }
+
+    /// The gauges of one engine, up and in flight.
+    pub fn upstream(&self, role: &'static str, endpoint: &str) -> (Gauge, Gauge) {
+        let labels = Upstream {
+            role,
+            endpoint: endpoint.to_owned(),
+        };
+        (
+            self.upstream_up.get_or_create_owned(&labels),
+            self.upstream_in_flight.get_or_create_owned(&labels),
+        )
+    }
+}
+
+/// One of something, for as long as it lives.
+#[derive(Debug)]
+pub struct Counted(Gauge);
+
+impl Counted {
+    /// Counts one more.
+    pub fn new(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
