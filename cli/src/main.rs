@@ -1,5 +1,6 @@
 //! `tandem`: a `PDDeployment` on this machine, and what measures it.
 
+mod bench;
 mod claims;
 mod console;
 mod manifest;
@@ -23,6 +24,9 @@ enum Command {
     Up(up::UpArgs),
     /// Stop what `tandem up` left running
     Down(up::DownArgs),
+    /// Load a server and measure it
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
 }
 
 fn main() -> ExitCode {
@@ -40,6 +44,7 @@ fn main() -> ExitCode {
         match cli.command {
             Command::Up(args) => up::up(args).await,
             Command::Down(args) => up::down(args).await,
+            Command::Bench(command) => bench::run(command).await,
         }
     })
 }

@@ -1,3 +1,4 @@
 //! The `tandem` program as a person runs it.
 
+mod bench;
 mod up;

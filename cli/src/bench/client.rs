@@ -1,0 +1,349 @@
+//! One request and what it measured.
+
+use std::time::{Duration, Instant};
+
+use reqwest::{Client, Response};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::sse::Events;
+
+/// An answer that is not a stream, an error for example, is read up to this.
+const MAX_BODY: usize = 1024 * 1024;
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// The server under load.
+#[derive(Debug, Clone)]
+pub struct Server {
+    client: Client,
+    /// Without `/v1`.
+    url: String,
+    deadline: Duration,
+}
+
+/// What each request of a run asks for.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    pub model: String,
+    pub output_tokens: u64,
+    /// Ask for the whole length; not every server knows this field.
+    pub ignore_eos: bool,
+}
+
+/// One completed request.
+#[derive(Debug, Clone)]
+pub struct Sample {
+    pub prompt_tokens: u64,
+    pub output_tokens: u64,
+    /// Until the first piece of text.
+    pub first: Duration,
+    /// Between pieces of text.
+    pub gaps: Vec<Duration>,
+    pub total: Duration,
+}
+
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+struct Usage {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Chunk {
+    #[serde(default)]
+    choices: Vec<Choice>,
+    usage: Option<Usage>,
+    error: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Choice {
+    #[serde(default)]
+    delta: Delta,
+    finish_reason: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Delta {
+    content: Option<String>,
+}
+
+impl Server {
+    /// `url` with or without `/v1`; each request has until `deadline`.
+    pub fn new(url: &str, deadline: Duration) -> Result<Self, String> {
+        let url = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
+        if !url.starts_with("http://") {
+            return Err(format!(
+                "{url:?} is not a URL that this program can load: it begins with http://"
+            ));
+        }
+        let client = Client::builder()
+            .no_proxy()
+            .connect_timeout(CONNECT)
+            .tcp_nodelay(true)
+            .build();
+        Ok(Self {
+            client: client.map_err(|error| error.to_string())?,
+            url: url.to_owned(),
+            deadline,
+        })
+    }
+
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The first model that the server lists.
+    pub async fn first_model(&self) -> Result<String, String> {
+        #[derive(Deserialize)]
+        struct Models {
+            data: Vec<Model>,
+        }
+        #[derive(Deserialize)]
+        struct Model {
+            id: String,
+        }
+        let response = self
+            .client
+            .get(format!("{}/v1/models", self.url))
+            .timeout(self.deadline)
+            .send()
+            .await;
+        let body = body(ok(response.map_err(text)?).await?).await?;
+        let models: Models = serde_json::from_slice(&body).map_err(|error| format!("/v1/models: {error}"))?;
+        models
+            .data
+            .into_iter()
+            .next()
+            .map(|model| model.id)
+            .ok_or_else(|| "/v1/models lists no model".to_owned())
+    }
+
+    /// The server's count of a prompt's tokens.
+    pub async fn count(&self, shape: &Shape, prompt: &str) -> Result<u64, String> {
+        #[derive(Deserialize)]
+        struct Whole {
+            usage: Usage,
+        }
+        let one = Shape {
+            output_tokens: 1,
+            ..shape.clone()
+        };
+        let response = self.post(&one, prompt, false).await?;
+        let whole: Whole =
+            serde_json::from_slice(&body(response).await?).map_err(|error| format!("no usage: {error}"))?;
+        Ok(whole.usage.prompt_tokens)
+    }
+
+    /// One streamed request, to its end or to the deadline.
+    pub async fn stream(&self, shape: &Shape, prompt: &str) -> Result<Sample, String> {
+        match tokio::time::timeout(self.deadline, self.stream_all(shape, prompt)).await {
+            Ok(result) => result,
+            Err(_) => Err(format!("not complete after {} s", self.deadline.as_secs())),
+        }
+    }
+
+    async fn stream_all(&self, shape: &Shape, prompt: &str) -> Result<Sample, String> {
+        let began = Instant::now();
+        let mut response = self.post(shape, prompt, true).await?;
+        let mut events = Events::default();
+        let mut state = Streamed::default();
+        while let Some(chunk) = response.chunk().await.map_err(text)? {
+            let at = began.elapsed();
+            let mut fault = None;
+            let push = events.push(&chunk, |data| {
+                if fault.is_none() {
+                    fault = state.event(data, at).err();
+                }
+            });
+            push.map_err(|error| error.to_string())?;
+            if let Some(fault) = fault {
+                return Err(fault);
+            }
+        }
+        state.end(began.elapsed())
+    }
+
+    async fn post(&self, shape: &Shape, prompt: &str, stream: bool) -> Result<Response, String> {
+        let mut request = json!({
+            "model": shape.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": shape.output_tokens,
+            "temperature": 0,
+            "stream": stream,
+        });
+        if stream {
+            request["stream_options"] = json!({"include_usage": true});
+        }
+        if shape.ignore_eos {
+            request["ignore_eos"] = json!(true);
+        }
+        let mut post = self
+            .client
+            .post(format!("{}/v1/chat/completions", self.url))
+            .json(&request);
+        if !stream {
+            post = post.timeout(self.deadline);
+        }
+        ok(post.send().await.map_err(text)?).await
+    }
+}
+
+/// What a stream has brought so far.
+#[derive(Debug, Default)]
+struct Streamed {
+    first: Option<Duration>,
+    last: Duration,
+    gaps: Vec<Duration>,
+    usage: Option<Usage>,
+    finished: bool,
+    done: bool,
+}
+
+impl Streamed {
+    fn event(&mut self, data: &str, at: Duration) -> Result<(), String> {
+        if data == "[DONE]" {
+            self.done = true;
+            return Ok(());
+        }
+        let chunk: Chunk = serde_json::from_str(data).map_err(|error| format!("an event is no chunk: {error}"))?;
+        if let Some(error) = chunk.error {
+            return Err(format!("stream ended: {}", message(&error)));
+        }
+        self.usage = chunk.usage.or(self.usage);
+        for choice in chunk.choices {
+            if choice.delta.content.is_some_and(|content| !content.is_empty()) {
+                match self.first {
+                    None => self.first = Some(at),
+                    Some(_) => self.gaps.push(at.saturating_sub(self.last)),
+                }
+                self.last = at;
+            }
+            self.finished |= choice.finish_reason.is_some();
+        }
+        Ok(())
+    }
+
+    /// Complete is only what said so: a finish reason, the usage and the end mark.
+    fn end(self, total: Duration) -> Result<Sample, String> {
+        if !self.done || !self.finished {
+            return Err("stream was cut off: no finish reason and [DONE]".to_owned());
+        }
+        let usage = self
+            .usage
+            .ok_or("stream has no usage: the server ignores stream_options.include_usage")?;
+        let first = self.first.ok_or("stream has no text")?;
+        Ok(Sample {
+            prompt_tokens: usage.prompt_tokens,
+            output_tokens: usage.completion_tokens,
+            first,
+            gaps: self.gaps,
+            total,
+        })
+    }
+}
+
+/// The response, if its status says success; otherwise the server's own words.
+async fn ok(response: Response) -> Result<Response, String> {
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    let body = body(response).await.unwrap_or_default();
+    let said = match serde_json::from_slice::<Value>(&body) {
+        Ok(json) => message(json.get("error").unwrap_or(&json)),
+        Err(_) => String::from_utf8_lossy(&body).chars().take(200).collect(),
+    };
+    Err(format!("{}: {said}", status.as_u16()))
+}
+
+async fn body(mut response: Response) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(text)? {
+        body.extend_from_slice(&chunk);
+        if body.len() > MAX_BODY {
+            return Err(format!("an answer is larger than {MAX_BODY} bytes"));
+        }
+    }
+    Ok(body)
+}
+
+fn message(error: &Value) -> String {
+    error
+        .get("message")
+        .and_then(Value::as_str)
+        .map_or_else(|| error.to_string(), str::to_owned)
+}
+
+/// An error with its causes; without the URL, which is the same for all.
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn text(error: reqwest::Error) -> String {
+    let error = error.without_url();
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(inner) = cause {
+        text = format!("{text}: {inner}");
+        cause = inner.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn streamed(events: &[&str]) -> Result<Sample, String> {
+        let mut state = Streamed::default();
+        for (index, event) in events.iter().enumerate() {
+            state.event(event, ms(10 * (index as u64 + 1)))?;
+        }
+        state.end(ms(1000))
+    }
+
+    const ROLE: &str = r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#;
+    const A: &str = r#"{"choices":[{"delta":{"content":"a"}}],"usage":null}"#;
+    const FINISH: &str = r#"{"choices":[{"delta":{},"finish_reason":"length"}]}"#;
+    const USAGE: &str = r#"{"choices":[],"usage":{"prompt_tokens":30,"completion_tokens":2,"total_tokens":32}}"#;
+    const DONE: &str = "[DONE]";
+
+    #[test]
+    fn the_first_token_is_the_first_text_and_not_the_role() {
+        let sample = streamed(&[ROLE, A, A, FINISH, USAGE, DONE]).unwrap();
+        assert_eq!(
+            (sample.first, sample.gaps, sample.total),
+            (ms(20), vec![ms(10)], ms(1000))
+        );
+        assert_eq!((sample.prompt_tokens, sample.output_tokens), (30, 2));
+    }
+
+    #[test]
+    fn what_is_not_complete_counts_as_failed() {
+        for (events, reason) in [
+            (&[A, FINISH, USAGE][..], "cut off"),
+            (&[A, USAGE, DONE][..], "cut off"),
+            (&[][..], "cut off"),
+            (&[A, FINISH, DONE][..], "no usage"),
+            (&[ROLE, FINISH, USAGE, DONE][..], "no text"),
+            (
+                &[A, r#"{"error":{"message":"peer lost","code":"PEER_LOST"}}"#, DONE][..],
+                "stream ended: peer lost",
+            ),
+            (&["<html>"][..], "no chunk"),
+        ] {
+            let error = streamed(events).unwrap_err();
+            assert!(error.contains(reason), "{events:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_base_url_is_taken_with_and_without_v1() {
+        for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"] {
+            assert_eq!(Server::new(url, ms(1)).unwrap().url(), "http://h:1");
+        }
+        assert!(Server::new("https://h", ms(1)).unwrap_err().contains("http://"));
+    }
+}

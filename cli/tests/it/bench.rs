@@ -1,0 +1,156 @@
+//! `tandem bench chat` against a server whose faults are known.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+struct Server {
+    process: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(model: &str) -> Self {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/openai_server.py");
+        let mut process = Command::new("python3")
+            .args([script, model])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 runs");
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        Self {
+            process,
+            port: line.trim().parse().unwrap(),
+        }
+    }
+
+    fn bench(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+        command.args(["bench", "chat", "--url", &format!("http://127.0.0.1:{}/v1", self.port)]);
+        command.args(args).output().unwrap()
+    }
+
+    fn report(&self, args: &[&str]) -> (Option<i32>, Value) {
+        let output = self.bench(&[args, &["--json"]].concat());
+        let report = serde_json::from_slice(&output.stdout);
+        (
+            output.status.code(),
+            report.unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr))),
+        )
+    }
+
+    fn stats(&self) -> Value {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        write!(stream, "GET /stats HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn prompts_and_answers_have_the_lengths_asked_for_and_the_load_its_concurrency() {
+    let server = Server::start("fine");
+    let args = [
+        "--concurrency",
+        "8",
+        "--requests",
+        "24",
+        "--prompt-tokens",
+        "100",
+        "--output-tokens",
+        "20",
+    ];
+    let (code, report) = server.report(&args);
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!((&report["completed"], &report["failed"]), (&24.into(), &0.into()));
+    assert_eq!(report["prompt_tokens"], serde_json::json!({"min": 100, "max": 100}));
+    assert_eq!(report["output_tokens"], serde_json::json!({"min": 20, "max": 20}));
+    assert_eq!(report["short_answers"], 0);
+    assert_eq!(server.stats()["max_in_flight"], 8);
+    let ms = |row: &str, column: &str| report[row][column].as_f64().unwrap();
+    // The server sleeps 5 ms before each token: 20 of them in all, one before the first text.
+    assert!(
+        ms("ttft_ms", "p50") >= 5.0 && ms("total_ms", "p50") >= 100.0,
+        "{report:#}"
+    );
+    assert!(ms("inter_token_ms", "p50") >= 4.0, "{report:#}");
+    assert!(ms("ttft_ms", "p50") < ms("total_ms", "p50"));
+    let rate = report["output_tokens_per_second"].as_f64().unwrap();
+    let expected = 24.0 * 20.0 / report["wall_seconds"].as_f64().unwrap();
+    assert!((rate - expected).abs() < 0.01 * expected, "{report:#}");
+    let table = String::from_utf8(server.bench(&["--output-tokens", "4"]).stdout).unwrap();
+    assert!(
+        table.contains("completed 4   failed 0") && table.contains("output tokens/s"),
+        "{table}"
+    );
+}
+
+#[test]
+fn a_failed_request_is_counted_by_its_reason_and_fails_the_run() {
+    let args = ["--concurrency", "2", "--requests", "9", "--output-tokens", "2"];
+    let (code, report) = Server::start("flaky").report(&args);
+    assert_eq!(code, Some(1), "{report:#}");
+    assert_eq!((&report["completed"], &report["failed"]), (&6.into(), &3.into()));
+    assert_eq!(report["failures"], serde_json::json!({"503: queue is full": 3}));
+
+    let (code, report) = Server::start("cut").report(&args);
+    assert_eq!((code, &report["failed"]), (Some(1), &9.into()), "{report:#}");
+    assert!(report["failures"].to_string().contains("cut off"), "{report:#}");
+}
+
+#[test]
+fn a_server_that_never_answers_ends_the_run_by_its_deadline() {
+    let began = Instant::now();
+    let (code, report) = Server::start("silent").report(&["--requests", "2", "--timeout-seconds", "1"]);
+    assert_eq!((code, &report["failed"]), (Some(1), &2.into()), "{report:#}");
+    assert!(
+        report["failures"].to_string().contains("not complete after 1 s"),
+        "{report:#}"
+    );
+    assert!(began.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_server_without_ignore_eos_is_loaded_and_its_short_answers_are_told() {
+    let (code, report) = Server::start("strict").report(&["--requests", "3", "--output-tokens", "8"]);
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(
+        (&report["short_answers"], &report["output_tokens"]["max"]),
+        (&3.into(), &4.into())
+    );
+}
+
+#[test]
+fn nobody_there_and_impossible_lengths_are_plain_errors() {
+    let mut server = Server::start("fine");
+    let output = server.bench(&["--prompt-tokens", "20"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text.contains("too short") && text.contains("--prompt-tokens 31 or more"),
+        "{text}"
+    );
+
+    server.process.kill().unwrap();
+    server.process.wait().unwrap();
+    let output = server.bench(&[]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text.starts_with("error: http://127.0.0.1:") && text.contains("refused"),
+        "{text}"
+    );
+}

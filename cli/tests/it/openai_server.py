@@ -1,0 +1,84 @@
+"""An OpenAI-compatible server with the faults that a test asks for by the model's name. Prints its port.
+
+A word is a token and the chat template takes 30.
+fine: answers. flaky: every third stream is refused with 503. strict: refuses ignore_eos and ends early.
+cut: breaks streams off. silent: takes streams and never answers.
+"""
+import http.server
+import json
+import sys
+import threading
+import time
+
+MODEL = sys.argv[1]
+lock = threading.Lock()
+stats = {"streams": 0, "in_flight": 0, "max_in_flight": 0}
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.answer(200, stats if self.path == "/stats" else {"object": "list", "data": [{"id": MODEL}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if MODEL == "strict" and "ignore_eos" in body:
+            return self.answer(400, {"error": {"message": "unknown field ignore_eos"}})
+        prompt = 30 + len(body["messages"][0]["content"].split())
+        if not body["stream"]:
+            return self.answer(200, {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": 1}})
+        with lock:
+            stats["streams"] += 1
+            number = stats["streams"]
+            stats["in_flight"] += 1
+            stats["max_in_flight"] = max(stats["max_in_flight"], stats["in_flight"])
+        try:
+            self.stream(body["max_tokens"], prompt, number)
+        finally:
+            with lock:
+                stats["in_flight"] -= 1
+
+    def stream(self, tokens, prompt, number):
+        if MODEL == "flaky" and number % 3 == 0:
+            return self.answer(503, {"error": {"message": "queue is full"}})
+        if MODEL == "silent":
+            time.sleep(60)
+        tokens = tokens if MODEL != "strict" else tokens // 2
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for _ in range(tokens):
+            time.sleep(0.005)
+            self.event({"choices": [{"delta": {"content": " x"}}], "usage": None})
+            if MODEL == "cut":
+                self.close_connection = True
+                return
+        self.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
+        self.wfile.write(b": bye\n\ndata: [DONE]\n\n")
+        self.close_connection = True
+
+    def event(self, chunk):
+        self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+    def answer(self, status, body):
+        body = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+class Listener(http.server.ThreadingHTTPServer):
+    request_queue_size = 64
+
+
+server = Listener(("127.0.0.1", 0), Server)
+print(server.server_address[1], flush=True)
+server.serve_forever()
