@@ -2,12 +2,18 @@
 //!
 //! | room | purpose |
 //! | --- | --- |
+//! | [`model`] | from a GGUF file to steps |
+//! | [`backend`] | ops over device buffers; the CPU's kernels |
+//! | [`sample`] | how a token is chosen |
 //! | [`exec`] | where scheduling and models meet |
 //! | [`kv`] | the paged pool and its prefix cache |
 //! | [`sched`] | continuous batching under one token budget |
 //! | [`transfer`] | the KV hand-off, both ends |
 
+pub mod backend;
 pub mod exec;
 pub mod kv;
+pub mod model;
+pub mod sample;
 pub mod sched;
 pub mod transfer;

@@ -1,0 +1,58 @@
+//! Kernels for AVX2 with FMA and F16C.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `lanes.rs` | small helpers on one vector |
+//! | `quantise.rs` | norm, quantisation, silu, rope, KV write: a row at a time |
+//! | `nibble.rs` | four-bit weights x int8 |
+//! | `byte.rs` | eight-bit weights x int16 |
+//! | `float.rs` | f32, f16, bf16 weights x f32 |
+//! | `attend.rs` | attention over pages |
+//!
+//! On another architecture only `available` remains, and says no.
+
+#[cfg(target_arch = "x86_64")]
+mod attend;
+#[cfg(target_arch = "x86_64")]
+mod byte;
+#[cfg(target_arch = "x86_64")]
+mod float;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod nibble;
+#[cfg(target_arch = "x86_64")]
+mod quantise;
+
+use super::kernels::Kernels;
+
+/// Has this CPU the instructions?
+#[cfg(target_arch = "x86_64")]
+pub fn available() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+/// Has this CPU the instructions?
+#[cfg(not(target_arch = "x86_64"))]
+pub fn available() -> bool {
+    false
+}
+
+/// The table.
+#[cfg(target_arch = "x86_64")]
+pub const KERNELS: Kernels = Kernels {
+    rms_norm: quantise::rms_norm,
+    quantise8: quantise::quantise8,
+    quantise16: quantise::quantise16,
+    matmul_nibble: nibble::matmul,
+    matmul_byte: byte::matmul,
+    matmul_float: float::matmul,
+    rope: quantise::rope,
+    write_kv: quantise::write_kv,
+    attend: attend::attend,
+    silu_mul: quantise::silu_mul,
+};
+
+/// Never reached: `available` says no.
+#[cfg(not(target_arch = "x86_64"))]
+pub const KERNELS: Kernels = super::scalar::KERNELS;

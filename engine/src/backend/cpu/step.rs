@@ -1,0 +1,698 @@
+//! The ops, as each worker runs its share of them.
+//!
+//! Shares are fixed halves (thirds, …): claiming work piece by piece was 10 % slower at 16 sequences. Whatever a worker computes
+//! is a function of one row, one head or one panel, so the number of workers never shows in a result.
+
+use super::act::{Act, ActKind};
+use super::device::{Device, Scratch, Weight};
+use super::kernels::{Attention, MANY_ROWS, Out, QUERY_ROWS};
+use super::pack::{BLOCK, LANES, Panels};
+use super::pool::{Barrier, share};
+use crate::backend::{Batch, BufferId, BufferShape, Heads, NOT_FINITE, Op, SAMPLING_WORDS, SEQ_WORDS, WeightId};
+use crate::exec::SampleParams;
+use crate::sample;
+
+/// Panels that a worker's share is a multiple of: the width of the widest tile.
+const SHARE_PANELS: usize = 4;
+
+/// Floats of a worker's attention memory: the kernel's scratch and the output of one tile.
+pub(super) const fn attention_scratch(dim: usize, group: usize) -> usize {
+    let rows = if group > QUERY_ROWS { group } else { QUERY_ROWS };
+    Attention::scratch_len(dim, group) + rows * dim
+}
+
+/// Runs all ops as worker `t` of `threads`; every worker runs the same list.
+pub(super) fn run(
+    device: &Device,
+    queue: &[Op],
+    barrier: &Barrier,
+    t: usize,
+    threads: usize,
+    on_layer: &mut dyn FnMut(u32),
+) {
+    let worker = Worker {
+        device,
+        barrier,
+        t,
+        threads,
+        scratch: &device.scratch[t],
+    };
+    let mut i = 0;
+    while i < queue.len() {
+        // SAFETY: `Device::check` has compared every op's buffers with its bounds; what the batch buffers hold was checked by whoever
+        // wrote them; workers write disjoint shares, with a barrier before anybody reads them.
+        i += unsafe { worker.step(&queue[i..], on_layer) };
+    }
+}
+
+/// One worker during one pass.
+struct Worker<'a> {
+    device: &'a Device,
+    barrier: &'a Barrier,
+    t: usize,
+    threads: usize,
+    scratch: &'a Scratch,
+}
+
+/// True counts of the step.
+struct Counts {
+    rows: usize,
+    seqs: usize,
+    outs: usize,
+    longest: usize,
+}
+
+/// A sequence's rows.
+#[derive(Clone, Copy)]
+struct Seq<'a> {
+    first_row: usize,
+    rows: usize,
+    first_position: usize,
+    pages: &'a [u32],
+}
+
+/// Tokens of one sequence against one KV head.
+struct Item<'a> {
+    seq: Seq<'a>,
+    head: usize,
+    token: usize,
+    tokens: usize,
+}
+
+impl Device {
+    pub(super) fn matrix(&self, id: WeightId) -> &Panels {
+        match &self.weights[id.0 as usize] {
+            Weight::Matrix(p) => p,
+            Weight::Vector(_) => panic!("weight {id:?} is a vector, a matrix is needed"),
+        }
+    }
+
+    fn vector(&self, id: WeightId) -> &[f32] {
+        match &self.weights[id.0 as usize] {
+            Weight::Vector(v) => v,
+            Weight::Matrix(_) => panic!("weight {id:?} is a matrix, a vector is needed"),
+        }
+    }
+
+    /// An op whose buffers are too small for its bounds is a defect of the model's code.
+    pub(super) fn check(&self, op: &Op) {
+        let floats = |id: BufferId, least_rows: usize, columns: usize| match self.buffers[id.0 as usize].shape {
+            BufferShape::F32 { rows, cols } => {
+                assert!(
+                    rows >= least_rows && cols == columns,
+                    "{op:?}: {id:?} is {rows} x {cols}"
+                );
+            }
+            other => panic!("{op:?}: {id:?} is {other:?}"),
+        };
+        let act = |id: BufferId, least_rows: usize, inputs: usize| match self.buffers[id.0 as usize].shape {
+            BufferShape::Activation { rows, k } => {
+                assert!(rows >= least_rows && k == inputs, "{op:?}: {id:?} is {rows} x {k}");
+            }
+            other => panic!("{op:?}: {id:?} is {other:?}"),
+        };
+        let padded = |w: &Panels| w.panels() * LANES;
+        match *op {
+            Op::Embed { table, x, rows, .. } => floats(x, rows, self.matrix(table).k()),
+            Op::NormMatmul {
+                x,
+                norm,
+                w,
+                act: a,
+                out,
+                rows,
+                ..
+            } => {
+                let w = self.matrix(w);
+                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
+                floats(x, rows, w.k());
+                act(a, rows, w.k());
+                floats(out, rows, padded(w));
+            }
+            Op::RopeWrite {
+                qkv,
+                rope,
+                layer,
+                heads,
+                rows,
+                ..
+            } => {
+                floats(qkv, rows, (heads.query + 2 * heads.kv) * heads.dim);
+                assert!(self.vector(rope).len().is_multiple_of(heads.dim), "{op:?}");
+                self.check_kv(op, layer, heads);
+            }
+            Op::Attend {
+                qkv,
+                layer,
+                heads,
+                work,
+                out,
+                next,
+                rows,
+                ..
+            } => {
+                let k = heads.query * heads.dim;
+                floats(qkv, rows, (heads.query + 2 * heads.kv) * heads.dim);
+                floats(work, rows, k);
+                act(out, rows, k);
+                assert_eq!(self.matrix(next).k(), k, "{op:?}");
+                self.check_kv(op, layer, heads);
+            }
+            Op::Project { act: a, w, x, rows, .. } => {
+                let w = self.matrix(w);
+                act(a, rows, w.k());
+                floats(x, rows, padded(w));
+            }
+            Op::NormGateUp {
+                x,
+                norm,
+                w,
+                act: a,
+                work,
+                out,
+                next,
+                rows,
+                ..
+            } => {
+                let (w, next) = (self.matrix(w), self.matrix(next));
+                assert!(w.n() == 2 * next.k() && next.k().is_multiple_of(BLOCK), "{op:?}");
+                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
+                floats(x, rows, w.k());
+                act(a, rows, w.k());
+                floats(work, rows, next.k());
+                act(out, rows, next.k());
+            }
+            Op::Head {
+                x,
+                norm,
+                w,
+                act: a,
+                logits,
+                outs,
+                ..
+            } => {
+                let w = self.matrix(w);
+                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
+                floats(x, outs, w.k());
+                act(a, outs, w.k());
+                floats(logits, outs, padded(w));
+            }
+            Op::Sample {
+                logits, vocab, outs, ..
+            } => floats(logits, outs, vocab.next_multiple_of(LANES)),
+            Op::AllReduce { .. } | Op::LayerDone { .. } => {}
+        }
+    }
+
+    fn check_kv(&self, op: &Op, layer: usize, heads: Heads) {
+        let shape = self.kv.as_ref().map(|p| p.shape());
+        assert!(
+            shape.is_some_and(|s| s.heads == heads && layer < s.layers),
+            "{op:?}: the KV pool is {shape:?}"
+        );
+    }
+}
+
+impl<'a> Worker<'a> {
+    /// Runs the first op, or the first two where they are better done together. Returns how many.
+    unsafe fn step(&self, ops: &[Op], on_layer: &mut dyn FnMut(u32)) -> usize {
+        // SAFETY: see `run`.
+        unsafe {
+            match ops[0] {
+                Op::Embed { table, x, batch, rows } => {
+                    let rows = self.rows(&batch, rows);
+                    let (table, tokens) = (self.device.matrix(table), self.words(batch.tokens));
+                    for r in self.share(rows, 1) {
+                        let to = self.floats(x).add(r * table.k());
+                        table.row(tokens[r] as usize, std::slice::from_raw_parts_mut(to, table.k()));
+                    }
+                }
+                Op::NormMatmul {
+                    x,
+                    norm,
+                    eps,
+                    w,
+                    act,
+                    out,
+                    batch,
+                    rows,
+                } => {
+                    let rows = self.rows(&batch, rows);
+                    let w = self.device.matrix(w);
+                    let x = self.floats(x);
+                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows);
+                    let out = Out {
+                        ptr: self.floats(out),
+                        ld: w.panels() * LANES,
+                        first_panel: 0,
+                        add: false,
+                    };
+                    self.matmul(w, a, rows, out);
+                }
+                Op::RopeWrite {
+                    qkv,
+                    rope,
+                    layer,
+                    heads,
+                    batch,
+                    rows,
+                } => {
+                    let counts = self.counts(&batch);
+                    if let Some(&Op::Attend { work, out, next, .. }) = ops.get(1)
+                        && counts.longest == 1
+                    {
+                        // a head's keys are read by the item that writes them only: no barrier between the two
+                        self.attend(qkv, layer, heads, work, out, next, &batch, &counts, Some(rope));
+                        self.barrier.wait();
+                        return 2;
+                    }
+                    for r in self.share(self.rows(&batch, rows), 1) {
+                        for h in 0..heads.kv {
+                            self.rope_write(qkv, rope, layer, heads, &batch, r, h);
+                        }
+                    }
+                }
+                Op::Attend {
+                    qkv,
+                    layer,
+                    heads,
+                    work,
+                    out,
+                    next,
+                    batch,
+                    ..
+                } => {
+                    self.attend(qkv, layer, heads, work, out, next, &batch, &self.counts(&batch), None);
+                }
+                Op::Project {
+                    act,
+                    w,
+                    x,
+                    residual,
+                    batch,
+                    rows,
+                } => {
+                    let w = self.device.matrix(w);
+                    let out = Out {
+                        ptr: self.floats(x),
+                        ld: w.panels() * LANES,
+                        first_panel: 0,
+                        add: residual,
+                    };
+                    self.matmul(w, self.act(act), self.rows(&batch, rows), out);
+                }
+                Op::AllReduce { x, batch, rows } => {
+                    let context = &self.device.context;
+                    if context.communicator.ranks() == 1 {
+                        return 1;
+                    }
+                    if self.t == 0
+                        && let BufferShape::F32 { cols, .. } = self.device.buffers[x.0 as usize].shape
+                    {
+                        let len = self.rows(&batch, rows) * cols;
+                        context
+                            .communicator
+                            .all_reduce(context.rank, std::slice::from_raw_parts_mut(self.floats(x), len));
+                    }
+                }
+                Op::NormGateUp {
+                    x,
+                    norm,
+                    eps,
+                    w,
+                    act,
+                    work,
+                    out,
+                    next,
+                    batch,
+                    rows,
+                } => {
+                    let rows = self.rows(&batch, rows);
+                    let (w, next) = (self.device.matrix(w), self.device.matrix(next));
+                    let x = self.floats(x);
+                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows);
+                    self.gate_up(w, a, self.floats(work), self.act(out), next, rows);
+                }
+                Op::Head {
+                    x,
+                    norm,
+                    eps,
+                    w,
+                    act,
+                    logits,
+                    batch,
+                    outs,
+                } => {
+                    let outs = self.outs(&batch, outs);
+                    let w = self.device.matrix(w);
+                    let (x, out_rows) = (self.floats(x), self.words(batch.out_rows));
+                    let a = self.norm_act(|o| x.add(out_rows[o] as usize * w.k()), norm, eps, w, act, outs);
+                    let out = Out {
+                        ptr: self.floats(logits),
+                        ld: w.panels() * LANES,
+                        first_panel: 0,
+                        add: false,
+                    };
+                    self.matmul(w, a, outs, out);
+                }
+                Op::Sample {
+                    logits,
+                    vocab,
+                    batch,
+                    outs,
+                } => {
+                    for o in self.share(self.outs(&batch, outs), 1) {
+                        self.sample(logits, vocab, &batch, o);
+                    }
+                }
+                Op::LayerDone { layer } => {
+                    on_layer(layer);
+                    return 1;
+                }
+            }
+            self.barrier.wait();
+            1
+        }
+    }
+
+    fn share(&self, len: usize, unit: usize) -> std::ops::Range<usize> {
+        share(len, unit, self.t, self.threads)
+    }
+
+    fn floats(&self, id: BufferId) -> *mut f32 {
+        self.device.buffers[id.0 as usize].memory.ptr()
+    }
+
+    fn act(&self, id: BufferId) -> Act {
+        let b = &self.device.buffers[id.0 as usize];
+        match b.shape {
+            BufferShape::Activation { rows, k } => Act::new(b.memory.ptr(), rows, k),
+            other => panic!("{id:?} is {other:?}"),
+        }
+    }
+
+    fn words(&self, id: BufferId) -> &'a [u32] {
+        let b = &self.device.buffers[id.0 as usize];
+        match b.shape {
+            // SAFETY: the buffer's length; the batch buffers that are read through this are not written during a pass.
+            BufferShape::U32 { len } => unsafe { std::slice::from_raw_parts(b.memory.ptr(), len) },
+            other => panic!("{id:?} is {other:?}"),
+        }
+    }
+
+    fn counts(&self, batch: &Batch) -> Counts {
+        let c = self.words(batch.counts);
+        Counts {
+            rows: c[0] as usize,
+            seqs: c[1] as usize,
+            outs: c[2] as usize,
+            longest: c[3] as usize,
+        }
+    }
+
+    fn rows(&self, batch: &Batch, bound: usize) -> usize {
+        let rows = self.counts(batch).rows;
+        assert!(rows <= bound, "{rows} rows in a bucket of {bound}");
+        rows
+    }
+
+    fn outs(&self, batch: &Batch, bound: usize) -> usize {
+        let outs = self.counts(batch).outs;
+        assert!(outs <= bound, "{outs} sampled rows in a bucket of {bound}");
+        outs
+    }
+
+    /// Norms rows into the inputs of `w`. Rows are shared and a barrier follows, except that every worker norms a single row
+    /// for itself: cheaper than a barrier.
+    unsafe fn norm_act(
+        &self,
+        x: impl Fn(usize) -> *const f32,
+        norm: WeightId,
+        eps: f32,
+        w: &Panels,
+        act: BufferId,
+        rows: usize,
+    ) -> Act {
+        let norm = self.device.vector(norm);
+        let (k, kernels) = (w.k(), &self.device.kernels);
+        let one = rows == 1;
+        let a = if one {
+            Act::new(self.scratch.act.ptr(), 1, k)
+        } else {
+            self.act(act)
+        };
+        let mine = if one { 0..1 } else { self.share(rows, 1) };
+        let normed = self.scratch.row.ptr::<f32>();
+        for r in mine {
+            // SAFETY: see `run`.
+            unsafe {
+                (kernels.rms_norm)(x(r), norm.as_ptr(), k, eps, normed);
+                self.fill(normed, w, a, r, rows);
+            }
+        }
+        if !one {
+            self.barrier.wait();
+        }
+        a
+    }
+
+    /// Row `r` of `rows` as input of `w`.
+    unsafe fn fill(&self, x: *const f32, w: &Panels, a: Act, r: usize, rows: usize) {
+        let kernels = &self.device.kernels;
+        // SAFETY: see `run`.
+        unsafe {
+            match w.kind().act() {
+                ActKind::Int8 => (kernels.quantise8)(x, w.k() / BLOCK, &a.int8(), r, 0, flip(rows)),
+                ActKind::Int16 => (kernels.quantise16)(x, &a.int16(), r),
+                ActKind::Float => x.copy_to_nonoverlapping(a.float().x.add(r * w.k()), w.k()),
+            }
+        }
+    }
+
+    /// This worker's panels of `w` times `a`.
+    unsafe fn matmul(&self, w: &Panels, a: Act, rows: usize, out: Out) {
+        let panels = self.share(w.panels(), SHARE_PANELS);
+        // SAFETY: see `run`.
+        unsafe { self.matmul_panels(w, panels, a, rows, out) };
+    }
+
+    unsafe fn matmul_panels(&self, w: &Panels, panels: std::ops::Range<usize>, a: Act, rows: usize, out: Out) {
+        let kernels = &self.device.kernels;
+        if rows == 0 || panels.is_empty() {
+            return;
+        }
+        // SAFETY: see `run`.
+        unsafe {
+            match w.kind().act() {
+                ActKind::Int8 => (kernels.matmul_nibble)(w, panels, &a.int8(), rows, out, self.scratch.matmul.ptr()),
+                ActKind::Int16 => (kernels.matmul_byte)(w, panels, &a.int16(), rows, out, self.scratch.matmul.ptr()),
+                ActKind::Float => (kernels.matmul_float)(w, panels, &a.float(), rows, out),
+            }
+        }
+    }
+
+    /// Rotates one row's query group and key of KV head `h`, and writes key and value to the row's slot.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one op")]
+    unsafe fn rope_write(
+        &self,
+        qkv: BufferId,
+        rope: WeightId,
+        layer: usize,
+        heads: Heads,
+        batch: &Batch,
+        r: usize,
+        h: usize,
+    ) {
+        let kernels = &self.device.kernels;
+        let Some(kv) = &self.device.kv else { return };
+        let position = self.words(batch.positions)[r] as usize;
+        let table = &self.device.vector(rope)[position * heads.dim..][..heads.dim];
+        let scale = 1.0 / (heads.dim as f32).sqrt();
+        let (slot, (keys, values)) = (self.words(batch.slots)[r] as usize, kv.head(layer, h));
+        let (key_at, value_at) = kv.slot(slot);
+        // SAFETY: see `run`.
+        unsafe {
+            let row = self.floats(qkv).add(r * (heads.query + 2 * heads.kv) * heads.dim);
+            for q in h * heads.group()..(h + 1) * heads.group() {
+                (kernels.rope)(row.add(q * heads.dim), heads.dim, table.as_ptr(), scale);
+            }
+            let key = row.add((heads.query + h) * heads.dim);
+            (kernels.rope)(key, heads.dim, table.as_ptr(), 1.0);
+            let value = row.add((heads.query + heads.kv + h) * heads.dim);
+            (kernels.write_kv)(key, value, heads.dim, keys.add(key_at), values.add(value_at));
+        }
+    }
+
+    /// This worker's part of attention; with `rope`, each item first does the work of `RopeWrite` for its row and head.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one op")]
+    unsafe fn attend(
+        &self,
+        qkv: BufferId,
+        layer: usize,
+        heads: Heads,
+        work: BufferId,
+        out: BufferId,
+        next: WeightId,
+        batch: &Batch,
+        counts: &Counts,
+        rope: Option<WeightId>,
+    ) {
+        let Some(kv) = &self.device.kv else { return };
+        let kernels = &self.device.kernels;
+        let (w, out, work) = (self.device.matrix(next), self.act(out), self.floats(work));
+        let (group, dim) = (heads.group(), heads.dim);
+        let (width, ld) = (group * dim, (heads.query + 2 * heads.kv) * dim);
+        let own = self.scratch.attention.ptr::<f32>();
+        let kind = w.kind().act();
+        // an item's columns are whole blocks: quantise them here. Otherwise (or with one scale a row) in a second part
+        let direct = kind == ActKind::Int8 && width.is_multiple_of(BLOCK);
+        self.items(batch, counts, heads, &mut |item| {
+            let row = item.seq.first_row + item.token;
+            // SAFETY: see `run`.
+            unsafe {
+                if let Some(rope) = rope {
+                    self.rope_write(qkv, rope, layer, heads, batch, row, item.head);
+                }
+                let (keys, values) = kv.head(layer, item.head);
+                let attention = Attention {
+                    q: self.floats(qkv).add(row * ld + item.head * width),
+                    ldq: ld,
+                    tokens: item.tokens,
+                    group,
+                    dim,
+                    first_position: item.seq.first_position + item.token,
+                    keys,
+                    values,
+                    page_stride: kv.page_stride(),
+                    page_tokens: kv.shape().page_tokens,
+                    pages: item.seq.pages,
+                };
+                let result = own.add(Attention::scratch_len(dim, group));
+                (kernels.attend)(&attention, own, result);
+                for i in 0..item.tokens {
+                    let from = result.add(i * width);
+                    let at = (row + i) * heads.query * dim + item.head * width;
+                    if direct {
+                        let first = item.head * width / BLOCK;
+                        (kernels.quantise8)(from, width / BLOCK, &out.int8(), row + i, first, flip(counts.rows));
+                    } else if kind == ActKind::Float {
+                        from.copy_to_nonoverlapping(out.float().x.add(at), width);
+                    } else {
+                        from.copy_to_nonoverlapping(work.add(at), width);
+                    }
+                }
+            }
+        });
+        if !direct && kind != ActKind::Float {
+            self.barrier.wait();
+            for r in self.share(counts.rows, 1) {
+                // SAFETY: see `run`.
+                unsafe { self.fill(work.add(r * w.k()), w, out, r, counts.rows) };
+            }
+        }
+    }
+
+    /// Calls `each` for this worker's items: tiles of a sequence x KV heads, cut so that the workers' costs are even.
+    fn items(&self, batch: &Batch, counts: &Counts, heads: Heads, each: &mut dyn FnMut(Item<'a>)) {
+        let (words, pages) = (self.words(batch.seqs), self.words(batch.pages));
+        let tile = Attention::tile_tokens(heads.group());
+        let walk = |visit: &mut dyn FnMut(Item<'a>, u64)| {
+            for s in words.chunks_exact(SEQ_WORDS).take(counts.seqs) {
+                let seq = Seq {
+                    first_row: s[0] as usize,
+                    rows: s[1] as usize,
+                    first_position: s[2] as usize,
+                    pages: &pages[s[3] as usize..],
+                };
+                for token in (0..seq.rows).step_by(tile) {
+                    let tokens = tile.min(seq.rows - token);
+                    // keys seen, and something for the rope, the write and the quantisation
+                    let cost = tokens as u64 * ((seq.first_position + token + tokens) as u64 + 32);
+                    for head in 0..heads.kv {
+                        visit(
+                            Item {
+                                seq,
+                                head,
+                                token,
+                                tokens,
+                            },
+                            cost,
+                        );
+                    }
+                }
+            }
+        };
+        let mut total = 0;
+        walk(&mut |_, cost| total += cost);
+        let mut before = 0;
+        walk(&mut |item, cost| {
+            // the worker in whose share of the cost the item's middle lies
+            if (2 * before + cost) * self.threads as u64 / (2 * total) == self.t as u64 {
+                each(item);
+            }
+            before += cost;
+        });
+    }
+
+    /// This worker's groups of 32 inner columns: gate, up, silu and the input of `next`.
+    unsafe fn gate_up(&self, w: &Panels, a: Act, work: *mut f32, out: Act, next: &Panels, rows: usize) {
+        let kernels = &self.device.kernels;
+        let (kind, k) = (next.kind().act(), next.k());
+        let both = self.scratch.gate_up.ptr::<f32>();
+        let per_group = 2 * BLOCK / LANES;
+        for g in self.share(k / BLOCK, 1) {
+            let dst = Out {
+                ptr: both,
+                ld: 2 * BLOCK,
+                first_panel: g * per_group,
+                add: false,
+            };
+            // SAFETY: see `run`.
+            unsafe {
+                self.matmul_panels(w, g * per_group..(g + 1) * per_group, a, rows, dst);
+                for r in 0..rows {
+                    let from = both.add(r * 2 * BLOCK);
+                    let at = r * k + g * BLOCK;
+                    match kind {
+                        ActKind::Int8 => {
+                            let mut inner = [0.0f32; BLOCK];
+                            (kernels.silu_mul)(from, inner.as_mut_ptr());
+                            (kernels.quantise8)(inner.as_ptr(), 1, &out.int8(), r, g, flip(rows));
+                        }
+                        ActKind::Int16 => (kernels.silu_mul)(from, work.add(at)),
+                        ActKind::Float => (kernels.silu_mul)(from, out.float().x.add(at)),
+                    }
+                }
+            }
+        }
+        if kind == ActKind::Int16 {
+            self.barrier.wait();
+            for r in self.share(rows, 1) {
+                // SAFETY: see `run`.
+                unsafe { self.fill(work.add(r * k), next, out, r, rows) };
+            }
+        }
+    }
+
+    unsafe fn sample(&self, logits: BufferId, vocab: usize, batch: &Batch, o: usize) {
+        let p = &self.words(batch.sampling)[o * SAMPLING_WORDS..][..SAMPLING_WORDS];
+        let params = SampleParams {
+            temperature: f32::from_bits(p[0]),
+            top_p: f32::from_bits(p[1]),
+            seed: u64::from(p[2]) | u64::from(p[3]) << 32,
+        };
+        let ld = vocab.next_multiple_of(LANES);
+        // SAFETY: row o of the logits, this worker's candidates, word o of the results.
+        unsafe {
+            let row = std::slice::from_raw_parts(self.floats(logits).add(o * ld), vocab);
+            let candidates = std::slice::from_raw_parts_mut(self.scratch.candidates.ptr::<(f32, u32)>(), vocab);
+            let token = sample::choose(row, &params, p[4], candidates).unwrap_or(NOT_FINITE);
+            *self.floats(batch.sampled).cast::<u32>().add(o) = token;
+        }
+    }
+}
+
+/// What the inputs of nibble panels are xored with at this many rows.
+const fn flip(rows: usize) -> u8 {
+    if rows >= MANY_ROWS { 0x80 } else { 0 }
+}

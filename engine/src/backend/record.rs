@@ -1,0 +1,81 @@
+//! A backend that executes nothing and remembers what it was asked: the proof that a step could be captured and replayed.
+
+use std::sync::Arc;
+
+use super::{Backend, BackendError, BufferId, BufferShape, KvShape, Op, Row, WeightId};
+use crate::exec::{KvError, KvRun, KvStore, PageId};
+
+/// What the backend was asked, in order.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Event {
+    Alloc(BufferShape),
+    Write(BufferId, usize),
+    Read(BufferId, usize),
+    Op(Op),
+    Finish,
+}
+
+/// The recorder.
+#[derive(Debug, Default)]
+pub(crate) struct Recorder {
+    pub(crate) events: Vec<Event>,
+    buffers: u32,
+    weights: u32,
+}
+
+struct NoKv;
+
+impl KvStore for NoKv {
+    fn read(&self, _: &[PageId], run: KvRun, _: &mut [u8]) -> Result<(), KvError> {
+        Err(KvError {
+            run,
+            why: "nothing is stored".to_owned(),
+        })
+    }
+    fn write(&self, _: &[PageId], run: KvRun, _: &[u8]) -> Result<(), KvError> {
+        Err(KvError {
+            run,
+            why: "nothing is stored".to_owned(),
+        })
+    }
+}
+
+impl Recorder {
+    fn weight(&mut self) -> WeightId {
+        self.weights += 1;
+        WeightId(self.weights - 1)
+    }
+}
+
+impl Backend for Recorder {
+    fn name(&self) -> &'static str {
+        "recorder"
+    }
+    fn buffer(&mut self, shape: BufferShape) -> Result<BufferId, BackendError> {
+        self.events.push(Event::Alloc(shape));
+        self.buffers += 1;
+        Ok(BufferId(self.buffers - 1))
+    }
+    fn matrix(&mut self, _rows: &[Row<'_>], _k: usize) -> Result<WeightId, BackendError> {
+        Ok(self.weight())
+    }
+    fn vector(&mut self, _values: Vec<f32>) -> Result<WeightId, BackendError> {
+        Ok(self.weight())
+    }
+    fn kv_pool(&mut self, _shape: KvShape) -> Result<Arc<dyn KvStore>, BackendError> {
+        Ok(Arc::new(NoKv))
+    }
+    fn write(&mut self, buffer: BufferId, data: &[u32]) {
+        self.events.push(Event::Write(buffer, data.len()));
+    }
+    fn read(&mut self, buffer: BufferId, out: &mut [u32]) {
+        self.events.push(Event::Read(buffer, out.len()));
+        out.fill(0);
+    }
+    fn enqueue(&mut self, op: Op) {
+        self.events.push(Event::Op(op));
+    }
+    fn finish(&mut self, _on_layer: &mut dyn FnMut(u32)) {
+        self.events.push(Event::Finish);
+    }
+}

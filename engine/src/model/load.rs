@@ -1,0 +1,406 @@
+//! From a file to an executor: checks, memory, packing, hash.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use sha2::{Digest, Sha256};
+use tandem_wire::KvLayout;
+use tandem_wire::layout::KvDtype;
+
+use super::LoadError;
+use super::budget;
+use super::config::LlamaConfig;
+use super::forward::{self, Bounds, Layer, Llama, Workspace};
+use super::gguf::{Gguf, TensorInfo};
+use super::runner::Runner;
+use super::tensor::{BLOCK, dequantise_row};
+use crate::backend::cpu::{Cpu, Isa};
+use crate::backend::{Backend, BackendError, Context, KvShape, Row, WeightId};
+use crate::exec::{Executor, ModelSpec};
+
+/// How much KV cache to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvBudget {
+    /// So many pages.
+    Pages(u32),
+    /// As many pages as fit into so many MiB.
+    Mib(u64),
+}
+
+/// What to load and how large to set it up.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// The GGUF file.
+    pub path: PathBuf,
+    /// Compute threads.
+    pub threads: usize,
+    /// Kernels; `None`: the best that this CPU has.
+    pub isa: Option<Isa>,
+    /// KV cache.
+    pub kv: KvBudget,
+    /// Tokens a page, a multiple of 8.
+    pub page_tokens: u32,
+    /// The longest sequence; `None`: the model's, or what the KV cache holds if that is less.
+    pub max_length_tokens: Option<u32>,
+    /// The most tokens of one step.
+    pub max_step_tokens: u32,
+    /// The most sequences of one step.
+    pub max_step_seqs: u32,
+}
+
+impl LoadOptions {
+    /// Defaults for a file: all cores, 512 MiB of KV cache in pages of 16 tokens, steps of up to 512 tokens and 32 sequences.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            isa: None,
+            kv: KvBudget::Mib(512),
+            page_tokens: 16,
+            max_length_tokens: None,
+            max_step_tokens: 512,
+            max_step_seqs: 32,
+        }
+    }
+}
+
+/// Loads a model onto the CPU. `progress` is told percent, rising from 0 to 100.
+pub fn load(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Box<dyn Executor>, LoadError> {
+    let error = |source| LoadError::Backend {
+        path: options.path.clone(),
+        source,
+    };
+    let context = Context::single();
+    let cpu = Cpu::new(
+        options.threads,
+        options.isa.unwrap_or_else(Isa::detect),
+        context.clone(),
+    )
+    .map_err(error)?;
+    Ok(Box::new(load_on(cpu, context, options, progress)?))
+}
+
+/// Loads a model onto `backend`.
+pub(super) fn load_on<B: Backend>(
+    backend: B,
+    context: Context,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u8),
+) -> Result<Runner<B>, LoadError> {
+    progress(0);
+    let gguf = Gguf::open(&options.path)?;
+    let config = LlamaConfig::read(&gguf)?;
+    let sizes = Sizes::choose(options, &config, &gguf)?;
+    let (hash, built) = std::thread::scope(|scope| {
+        let hash = scope.spawn(|| -> [u8; 32] { Sha256::digest(gguf.bytes()).into() });
+        let built = build(backend, &gguf, config, &sizes, progress);
+        (hash.join(), built)
+    });
+    let (backend, model, kv, workspace) = built?;
+    let hash = hash.map_err(|_| LoadError::Damaged {
+        path: options.path.clone(),
+        what: "the file could not be hashed".to_owned(),
+    })?;
+    let c = &model.config;
+    let spec = ModelSpec {
+        name: c.name.clone(),
+        hash,
+        layout: KvLayout::heads(
+            c.num_hidden_layers as u32,
+            c.num_key_value_heads as u32,
+            c.head_dim as u32,
+            KvDtype::F16,
+            options.page_tokens,
+        ),
+        max_length_tokens: sizes.max_length as u32,
+        vocab_size: c.vocab_size as u32,
+        end_tokens: c.end_tokens.clone(),
+        backend: backend.name(),
+        total_pages: sizes.kv.pages as u32,
+        page_tokens: options.page_tokens,
+        max_step_tokens: options.max_step_tokens,
+        max_step_seqs: options.max_step_seqs,
+    };
+    progress(100);
+    Ok(Runner::new(backend, context, spec, model, workspace, sizes.bounds, kv))
+}
+
+/// What follows from options and config.
+struct Sizes {
+    kv: KvShape,
+    max_length: usize,
+    bounds: Bounds,
+}
+
+impl Sizes {
+    /// Checks the options against the model and the machine.
+    fn choose(o: &LoadOptions, c: &LlamaConfig, gguf: &Gguf) -> Result<Self, LoadError> {
+        let refuse = |option, value: String, why: &str| {
+            Err(LoadError::Option {
+                option,
+                value,
+                why: why.to_owned(),
+            })
+        };
+        if o.page_tokens == 0 || !o.page_tokens.is_multiple_of(8) || o.page_tokens > 1024 {
+            return refuse(
+                "--page-tokens",
+                o.page_tokens.to_string(),
+                "a multiple of 8 up to 1024 is needed",
+            );
+        }
+        if !(1..=1 << 16).contains(&o.max_step_tokens) || !(1..=1 << 16).contains(&o.max_step_seqs) {
+            let value = format!("{} and {}", o.max_step_tokens, o.max_step_seqs);
+            return refuse(
+                "step tokens and sequences",
+                value,
+                "each is at least 1 and at most 65536",
+            );
+        }
+        if !(1..=1024).contains(&o.threads) {
+            return refuse(
+                "--threads",
+                o.threads.to_string(),
+                "at least 1 and at most 1024 are needed",
+            );
+        }
+        let one = KvShape {
+            layers: c.num_hidden_layers,
+            heads: forward::heads(c),
+            pages: 1,
+            page_tokens: o.page_tokens as usize,
+        };
+        let page_bytes = (2 * 2 * one.layers * one.page_tokens * one.heads.kv * one.heads.dim) as u64;
+        let pages = match o.kv {
+            KvBudget::Pages(n) => u64::from(n),
+            KvBudget::Mib(n) => n.saturating_mul(1 << 20) / page_bytes,
+        };
+        // slots are 32 bits
+        if pages == 0 || pages > u64::from(u32::MAX / o.page_tokens) {
+            let (option, value) = match o.kv {
+                KvBudget::Pages(n) => ("--kv-pages", n.to_string()),
+                KvBudget::Mib(n) => ("--kv-memory-mib", n.to_string()),
+            };
+            let why = format!(
+                "makes {pages} pages of {page_bytes} bytes; at least one and fewer than 2^32 tokens are needed"
+            );
+            return refuse(option, value, &why);
+        }
+        let pool_tokens = pages as usize * o.page_tokens as usize;
+        let max_length = match o.max_length_tokens.map(|n| n as usize) {
+            None => c.max_position_embeddings.min(pool_tokens),
+            Some(n) if (2..=c.max_position_embeddings.min(pool_tokens)).contains(&n) => n,
+            Some(n) => {
+                let why = format!(
+                    "the model takes 2 to {} tokens, the KV cache holds {pool_tokens}",
+                    c.max_position_embeddings
+                );
+                return refuse("--max-length-tokens", n.to_string(), &why);
+            }
+        };
+        let kv = KvShape {
+            pages: pages as usize,
+            ..one
+        };
+        let bounds = Bounds {
+            rows: o.max_step_tokens as usize,
+            seqs: o.max_step_seqs as usize,
+            seq_pages: max_length.div_ceil(o.page_tokens as usize),
+        };
+        let sizes = Self { kv, max_length, bounds };
+        sizes.check_memory(o, c, gguf, pages * page_bytes)?;
+        Ok(sizes)
+    }
+
+    /// Refuses a set-up that the machine has no memory for, before any of it is taken.
+    fn check_memory(&self, o: &LoadOptions, c: &LlamaConfig, gguf: &Gguf, kv: u64) -> Result<(), LoadError> {
+        let Some(available) = budget::available_bytes() else {
+            return Ok(());
+        };
+        // packed weights have the file's bits; Q4_0 gets a minimum beside its scale
+        let weights = gguf.bytes().len() as u64 * 20 / 18;
+        let buffers: usize = forward::shapes(c, self.bounds).into_iter().map(Cpu::buffer_bytes).sum();
+        let rope = self.max_length * c.head_dim * 4;
+        let work = (buffers + rope) as u64 + (o.threads as u64) * (4 << 20);
+        let need = weights.saturating_add(kv).saturating_add(work);
+        if need <= available {
+            return Ok(());
+        }
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        Err(LoadError::Memory {
+            path: o.path.clone(),
+            need_mib: mib(need),
+            weights_mib: mib(weights),
+            kv_mib: mib(kv),
+            work_mib: mib(work),
+            available_mib: available >> 20,
+        })
+    }
+}
+
+type Built<B> = (B, Llama, std::sync::Arc<dyn crate::exec::KvStore>, Workspace);
+
+/// Packs the weights and makes the buffers.
+fn build<B: Backend>(
+    mut backend: B,
+    gguf: &Gguf,
+    config: LlamaConfig,
+    sizes: &Sizes,
+    progress: &mut dyn FnMut(u8),
+) -> Result<Built<B>, LoadError> {
+    let error = |source: BackendError| LoadError::Backend {
+        path: gguf.path().to_owned(),
+        source,
+    };
+    let workspace = Workspace::new(&mut backend, &config, sizes.bounds).map_err(error)?;
+    let kv = backend.kv_pool(sizes.kv).map_err(error)?;
+    let mut w = Weights {
+        gguf,
+        backend: &mut backend,
+        used: BTreeSet::new(),
+        done: 0,
+        progress,
+    };
+    let c = &config;
+    let (hidden, inner, head) = (c.hidden_size, c.intermediate_size, c.head_dim);
+    let (queries, keys) = (c.num_attention_heads * head, c.num_key_value_heads * head);
+    let token_embd = w.matrix(&["token_embd.weight"], &[c.vocab_size], hidden, false)?;
+    let mut layers = Vec::with_capacity(c.num_hidden_layers);
+    for l in 0..c.num_hidden_layers {
+        let name = |part: &str| format!("blk.{l}.{part}.weight");
+        layers.push(Layer {
+            attn_norm: w.vector(&name("attn_norm"), hidden)?,
+            qkv: w.matrix(
+                &[&name("attn_q"), &name("attn_k"), &name("attn_v")],
+                &[queries, keys, keys],
+                hidden,
+                false,
+            )?,
+            attn_output: w.matrix(&[&name("attn_output")], &[hidden], queries, false)?,
+            ffn_norm: w.vector(&name("ffn_norm"), hidden)?,
+            gate_up: w.matrix(&[&name("ffn_gate"), &name("ffn_up")], &[inner, inner], hidden, true)?,
+            ffn_down: w.matrix(&[&name("ffn_down")], &[hidden], inner, false)?,
+        });
+    }
+    let output_norm = w.vector("output_norm.weight", hidden)?;
+    let output = if gguf.tensors().contains_key("output.weight") {
+        w.matrix(&["output.weight"], &[c.vocab_size], hidden, false)?
+    } else {
+        token_embd
+    };
+    let factors = if gguf.tensors().contains_key("rope_freqs.weight") {
+        let factors = w.values("rope_freqs.weight", c.rope_dim / 2)?;
+        forward::check_factors(gguf.path(), &factors)?;
+        Some(factors)
+    } else {
+        None
+    };
+    w.all_used()?;
+    let table = forward::rope_table(c, factors.as_deref(), sizes.max_length);
+    let rope = backend.vector(table).map_err(error)?;
+    Ok((
+        backend,
+        Llama {
+            config,
+            token_embd,
+            layers,
+            output_norm,
+            output,
+            rope,
+        },
+        kv,
+        workspace,
+    ))
+}
+
+/// Takes tensors out of a file, each with its expected shape.
+struct Weights<'a, B> {
+    gguf: &'a Gguf,
+    backend: &'a mut B,
+    used: BTreeSet<String>,
+    done: usize,
+    progress: &'a mut dyn FnMut(u8),
+}
+
+impl<'a, B: Backend> Weights<'a, B> {
+    fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<(&'a TensorInfo, &'a [u8]), LoadError> {
+        let (info, bytes) = self.gguf.tensor(name)?;
+        // trailing ones are no dimensions
+        let found = &info.dims[..info
+            .dims
+            .iter()
+            .rposition(|d| *d != 1)
+            .map_or(1, |i| i + 1)
+            .max(expected.len().min(info.dims.len()))];
+        if !found.iter().copied().eq(expected.iter().map(|e| *e as u64)) {
+            return Err(LoadError::Shape {
+                path: self.gguf.path().to_owned(),
+                tensor: name.to_owned(),
+                found: info.dims.clone(),
+                expected: expected.iter().map(|e| *e as u64).collect(),
+            });
+        }
+        self.used.insert(name.to_owned());
+        self.done += bytes.len();
+        let all = self.gguf.bytes().len().max(1);
+        // the rest is making tables and waiting for the hash
+        (self.progress)((self.done as u64 * 98 / all as u64) as u8 + 1);
+        Ok((info, bytes))
+    }
+
+    fn values(&mut self, name: &str, n: usize) -> Result<Vec<f32>, LoadError> {
+        let (info, bytes) = self.tensor(name, &[n])?;
+        let mut values = vec![0.0; n];
+        dequantise_row(info.dtype, bytes, &mut values);
+        Ok(values)
+    }
+
+    fn error(&self, source: BackendError) -> LoadError {
+        LoadError::Backend {
+            path: self.gguf.path().to_owned(),
+            source,
+        }
+    }
+
+    fn vector(&mut self, name: &str, n: usize) -> Result<WeightId, LoadError> {
+        let values = self.values(name, n)?;
+        self.backend.vector(values).map_err(|e| self.error(e))
+    }
+
+    /// One matrix of the rows of several tensors of `k` inputs: one after the other, or in turn by 32.
+    fn matrix(&mut self, names: &[&str], rows: &[usize], k: usize, in_turn: bool) -> Result<WeightId, LoadError> {
+        let mut parts: Vec<Vec<Row<'a>>> = Vec::with_capacity(names.len());
+        for (name, &n) in names.iter().zip(rows) {
+            let (info, bytes) = self.tensor(name, &[k, n])?;
+            parts.push(
+                bytes
+                    .chunks_exact(bytes.len() / n)
+                    .map(|bytes| Row {
+                        dtype: info.dtype,
+                        bytes,
+                    })
+                    .collect(),
+            );
+        }
+        let rows: Vec<Row<'a>> = if in_turn {
+            (0..rows[0] / BLOCK)
+                .flat_map(|i| parts.iter().flat_map(move |p| &p[i * BLOCK..(i + 1) * BLOCK]))
+                .copied()
+                .collect()
+        } else {
+            parts.concat()
+        };
+        self.backend.matrix(&rows, k).map_err(|e| self.error(e))
+    }
+
+    /// A tensor that nothing reads would be a model that the engine misunderstands.
+    fn all_used(&self) -> Result<(), LoadError> {
+        match self.gguf.tensors().keys().find(|k| !self.used.contains(*k)) {
+            None => Ok(()),
+            Some(name) => Err(LoadError::UnknownTensor {
+                path: self.gguf.path().to_owned(),
+                tensor: name.clone(),
+            }),
+        }
+    }
+}

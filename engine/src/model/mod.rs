@@ -1,0 +1,31 @@
+//! Models: from a file to steps of an [`Executor`](crate::exec::Executor). Knows ops, not devices.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | [`gguf`] | the container, every byte of it checked |
+//! | `tensor.rs` | element types |
+//! | [`config`] | a llama file's metadata as sizes |
+//! | `load.rs` | checks, packs and hashes a file |
+//! | `budget.rs` | is there memory for it |
+//! | `forward.rs` | the forward pass as a list of ops |
+//! | `batch.rs` | a step's sequences as the batch buffers' content |
+//! | `runner.rs` | the executor |
+
+mod batch;
+mod budget;
+pub mod config;
+mod error;
+mod forward;
+pub mod gguf;
+mod load;
+mod runner;
+mod tensor;
+
+#[cfg(test)]
+#[path = "../../tests/it/tiny.rs"]
+#[expect(dead_code, reason = "shared with the integration tests, which use other parts of it")]
+mod tiny;
+
+pub use error::LoadError;
+pub use load::{KvBudget, LoadOptions, load};
+pub use tensor::{Dtype, dequantise_row};

@@ -1,0 +1,79 @@
+//! The executor: one step is checks, batch buffers, ops, results.
+
+use std::sync::Arc;
+
+use super::batch::HostBatch;
+use super::forward::{Bounds, Bucket, Llama, Workspace};
+use crate::backend::{Backend, Context, NOT_FINITE};
+use crate::exec::{Executor, KvStore, ModelSpec, Sampled, StepError, StepSeq};
+
+/// A llama model on a backend.
+pub(super) struct Runner<B> {
+    pub(super) backend: B,
+    context: Context,
+    spec: ModelSpec,
+    model: Llama,
+    workspace: Workspace,
+    bounds: Bounds,
+    kv: Arc<dyn KvStore>,
+    batch: HostBatch,
+    results: Vec<u32>,
+}
+
+impl<B: Backend> Runner<B> {
+    /// Everything is made; steps only use it.
+    pub(super) fn new(
+        backend: B,
+        context: Context,
+        spec: ModelSpec,
+        model: Llama,
+        workspace: Workspace,
+        bounds: Bounds,
+        kv: Arc<dyn KvStore>,
+    ) -> Self {
+        Self {
+            backend,
+            context,
+            spec,
+            model,
+            workspace,
+            bounds,
+            kv,
+            batch: HostBatch::default(),
+            results: Vec::new(),
+        }
+    }
+}
+
+impl<B: Backend> Executor for Runner<B> {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn step(&mut self, batch: &[StepSeq<'_>], on_layer: &mut dyn FnMut(u32)) -> Result<Vec<Sampled>, StepError> {
+        self.batch.fill(batch, &self.spec, self.bounds)?;
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.batch.write(&mut self.backend, &self.workspace);
+        let bucket = Bucket::of(self.batch.rows(), self.batch.outs(), self.bounds);
+        self.model
+            .enqueue(&mut self.backend, &self.context, &self.workspace, bucket);
+        self.backend.finish(on_layer);
+        self.results.resize(self.batch.outs(), 0);
+        if !self.results.is_empty() {
+            self.backend.read(self.workspace.batch.sampled, &mut self.results);
+        }
+        let mut results = self.results.iter();
+        let sampled = |seq: &StepSeq<'_>| match seq.sample.and_then(|_| results.next()) {
+            None => Sampled::None,
+            Some(&NOT_FINITE) => Sampled::NotFinite,
+            Some(&token) => Sampled::Token(token),
+        };
+        Ok(batch.iter().map(sampled).collect())
+    }
+
+    fn kv(&self) -> Arc<dyn KvStore> {
+        Arc::clone(&self.kv)
+    }
+}
