@@ -23,7 +23,7 @@ pub struct Inbox {
     digest: Digest,
 }
 
-/// One frame as it came off the wire: the header and the payload, in as many pieces as the network cut it into.
+/// One frame as it came off the wire.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrived<'a> {
     /// Where it belongs.
@@ -186,5 +186,129 @@ impl Inbox {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+    use tandem_telemetry::Metrics;
+    use tandem_wire::frame::spans;
+    use tandem_wire::layout::KvDtype;
+
+    use super::super::metrics::TransferMetrics;
+    use super::*;
+    use crate::exec::{KvError, PageId};
+    use crate::kv::KvCache;
+
+    /// Remembers what was written.
+    #[derive(Default)]
+    struct Store(Mutex<Vec<KvRun>>);
+
+    impl KvStore for Store {
+        fn read(&self, _: &[PageId], run: KvRun, _: &mut [u8]) -> Result<(), KvError> {
+            Err(KvError {
+                run,
+                why: "not read here".to_owned(),
+            })
+        }
+        fn write(&self, _: &[PageId], run: KvRun, _: &[u8]) -> Result<(), KvError> {
+            self.0.lock().push(run);
+            Ok(())
+        }
+    }
+
+    struct Rig {
+        cache: Arc<KvCache>,
+        store: Arc<Store>,
+        metrics: TransferMetrics,
+        cell: Cell<DecodeState, Arc<SeqPages>>,
+        inbox: Inbox,
+        frames: Vec<(FrameSpan, Vec<u8>)>,
+    }
+
+    fn rig() -> Rig {
+        let layout = Arc::new(KvLayout::heads(2, 2, 8, KvDtype::F16, 8));
+        let cache = KvCache::new(8, 8, true);
+        let pages = Arc::new(cache.reserve(&[7; 20], 0, 20).unwrap());
+        let store = Arc::new(Store::default());
+        let metrics = TransferMetrics::register(&Metrics::new("test", "0"));
+        let frames = spans(&layout, 0, 20)
+            .map(|span| (span, vec![5; span.bytes(&layout).unwrap()]))
+            .collect();
+        let kv: Arc<dyn KvStore> = Arc::clone(&store) as _;
+        Rig {
+            cache,
+            cell: Cell::new(DecodeState::Reserved, false, Some(pages), Arc::clone(&metrics.decode)),
+            inbox: Inbox::new(layout, kv, Arc::clone(&metrics.decode), 0, 20),
+            store,
+            metrics,
+            frames,
+        }
+    }
+
+    impl Rig {
+        fn accept(&mut self, frame: usize) -> Result<bool, Failure> {
+            let (span, payload) = &self.frames[frame];
+            let arrived = Arrived {
+                span: *span,
+                crc32c: checksum(payload),
+                payload,
+            };
+            self.inbox.accept(&self.cell, arrived)
+        }
+        fn written(&self) -> usize {
+            self.store.0.lock().len()
+        }
+    }
+
+    #[test]
+    fn a_frame_after_the_end_touches_no_memory() {
+        let mut rig = rig();
+        rig.cell.on(DecodeEvent::Accepted);
+        assert_eq!(rig.accept(0), Ok(true));
+        assert_eq!(rig.written(), 1);
+        assert!(rig.cell.abort(broken(Reason::AbortedByClient, "gone".to_owned())));
+        // the pages are somebody else's now
+        let next = rig.cache.reserve(&[8; 64], 0, 64).unwrap();
+        assert_eq!(rig.accept(1), Ok(false));
+        assert_eq!(rig.written(), 1, "a late frame was written");
+        assert_eq!(rig.metrics.decode.late_frames.get(), 1);
+        drop(next);
+    }
+
+    #[test]
+    fn a_frame_before_the_handshake_touches_no_memory() {
+        let mut rig = rig();
+        assert_eq!(rig.accept(0).unwrap_err().reason, Reason::Internal);
+        assert_eq!(rig.written(), 0);
+    }
+
+    #[test]
+    fn a_frame_that_is_wrong_in_any_way_touches_no_memory() {
+        let mut rig = rig();
+        rig.cell.on(DecodeEvent::Accepted);
+        let (span, payload) = rig.frames[0].clone();
+        let crc32c = checksum(&payload);
+        let wrong = [
+            (FrameSpan { layer: 2, ..span }, crc32c, &payload[..]),
+            (FrameSpan { component: 9, ..span }, crc32c, &payload),
+            (FrameSpan { first_token: 1, ..span }, crc32c, &payload),
+            (FrameSpan { tokens: 19, ..span }, crc32c, &payload),
+            (span, crc32c ^ 1, &payload),
+            (span, crc32c, &payload[1..]),
+        ];
+        for (span, crc32c, payload) in wrong {
+            let arrived = Arrived { span, crc32c, payload };
+            assert!(rig.inbox.accept(&rig.cell, arrived).is_err(), "{span:?}");
+        }
+        assert_eq!(rig.written(), 0);
+        for frame in 0..rig.frames.len() {
+            assert!(!rig.inbox.is_complete());
+            assert_eq!(rig.accept(frame), Ok(true));
+            assert_eq!(rig.accept(frame).unwrap_err().reason, Reason::Incomplete, "twice");
+        }
+        assert!(rig.inbox.is_complete());
+        assert_eq!(rig.written(), rig.frames.len());
     }
 }

@@ -142,9 +142,12 @@ pub fn data_endpoint(named: &str, control: &str) -> Result<String, Failure> {
 pub fn lost(status: &tonic::Status, source: Source, what: &str) -> Failure {
     let mut failure = Failure::from_status(status, source);
     if status.metadata().get_bin(tandem_wire::reason::FAILURE_KEY).is_none() {
-        if status.code() == tonic::Code::Cancelled {
-            failure.reason = Reason::PeerLost;
-        }
+        failure.reason = match status.code() {
+            tonic::Code::Cancelled => Reason::PeerLost,
+            // a message beyond our own bound
+            tonic::Code::OutOfRange | tonic::Code::ResourceExhausted => Reason::Internal,
+            _ => failure.reason,
+        };
         failure.detail = format!("{what}: {}{}", failure.detail, causes(status));
     }
     failure

@@ -3,4 +3,8 @@
 mod relay;
 mod rig;
 
+mod faults;
+mod open;
 mod pull;
+mod script;
+mod stand_still;

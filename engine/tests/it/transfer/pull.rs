@@ -44,13 +44,13 @@ async fn prefill_and_decode_give_the_tokens_of_one_engine() {
             assert_eq!(answer.pulled.moved_bytes as usize, len * token_bytes);
         }
     }
+    decode.idle().await;
+    prefill.idle().await;
     for (metrics, side) in [(&decode.metrics, "decode"), (&prefill.metrics, "prefill")] {
         assert_eq!(metric(metrics, "tandem_transfer_completed_total", &[side]) as u64, 20);
         assert_eq!(metric(metrics, "tandem_transfer_seconds_count", &[side]) as u64, 20);
         assert!(metric(metrics, "tandem_transfer_bytes_total", &[side]) > 0.0);
     }
-    decode.idle().await;
-    prefill.idle().await;
 }
 
 #[tokio::test]
@@ -107,7 +107,7 @@ async fn a_first_token_that_ends_the_request_moves_no_kv() {
 
 #[tokio::test]
 async fn many_hand_offs_at_once_do_not_mix_their_pages() {
-    let setup = Setup::default();
+    let setup = Setup::default().knobs(|k| k.prefill_queue = 64);
     let (prefill, decode) = (Prefill::start(&setup).await, Decode::start(&setup));
     let asks: Vec<_> = (0..24u64)
         .map(|i| Ask::new(prompt(i % 7, 40 + 9 * (i as usize % 7)), 4 + i as u32 % 5))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -33,16 +33,28 @@ struct Lane {
     passed: AtomicU64,
 }
 
+/// What one connection and the relay share beside the lanes.
+#[derive(Default)]
+struct Established {
+    /// Connections accepted before this many stay frozen for good.
+    frozen: watch::Sender<u64>,
+    accepted: AtomicU64,
+    open: AtomicU64,
+}
+
 /// A running relay; dropping it closes everything.
 pub struct Relay {
     pub addr: SocketAddr,
     to_server: Arc<Lane>,
     to_client: Arc<Lane>,
+    target: watch::Sender<Option<SocketAddr>>,
+    established: Arc<Established>,
     accept: JoinHandle<()>,
 }
 
 impl Relay {
-    pub async fn start(server: SocketAddr) -> Self {
+    /// Listens; where to is said by [`Relay::forward_to`], once that is known.
+    pub async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let lane = || {
@@ -53,22 +65,44 @@ impl Relay {
         };
         let (to_server, to_client) = (lane(), lane());
         let lanes = (Arc::clone(&to_server), Arc::clone(&to_client));
+        let target = watch::Sender::new(None::<SocketAddr>);
+        let mut server = target.subscribe();
+        let established = Arc::new(Established::default());
+        let shared = Arc::clone(&established);
         let accept = tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
-            while let Ok((client, _)) = listener.accept().await {
-                let Ok(server) = TcpStream::connect(server).await else {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let Ok(server) = server.wait_for(Option::is_some).await.map(|addr| addr.unwrap()) else {
+                    return;
+                };
+                let Ok(mut server) = TcpStream::connect(server).await else {
                     continue;
                 };
                 client.set_nodelay(true).unwrap();
                 server.set_nodelay(true).unwrap();
                 let (up, down) = (Arc::clone(&lanes.0), Arc::clone(&lanes.1));
+                let shared = Arc::clone(&shared);
+                let number = shared.accepted.fetch_add(1, Ordering::SeqCst);
+                shared.open.fetch_add(1, Ordering::SeqCst);
                 connections.spawn(async move {
-                    let (client_read, client_write) = client.into_split();
-                    let (server_read, server_write) = server.into_split();
-                    tokio::select! {
-                        () = pump(client_read, server_write, &up) => {}
-                        () = pump(server_read, client_write, &down) => {}
+                    let mut frozen = shared.frozen.subscribe();
+                    {
+                        let (client_read, client_write) = client.split();
+                        let (server_read, server_write) = server.split();
+                        tokio::select! {
+                            () = pump(client_read, server_write, &up) => {}
+                            () = pump(server_read, client_write, &down) => {}
+                            frozen = frozen.wait_for(|n| number < *n) => drop(frozen),
+                        }
                     }
+                    if number < *shared.frozen.borrow() {
+                        // silent, but open until either end gives up
+                        tokio::select! {
+                            () = closed(&client) => {}
+                            () = closed(&server) => {}
+                        }
+                    }
+                    shared.open.fetch_sub(1, Ordering::SeqCst);
                 });
             }
         });
@@ -76,8 +110,14 @@ impl Relay {
             addr,
             to_server,
             to_client,
+            target,
+            established,
             accept,
         }
+    }
+
+    pub fn forward_to(&self, server: SocketAddr) {
+        self.target.send_replace(Some(server));
     }
 
     pub fn to_server(&self, rule: Rule) {
@@ -91,6 +131,17 @@ impl Relay {
     pub fn both(&self, rule: Rule) {
         self.to_server(rule);
         self.to_client(rule);
+    }
+
+    /// Connections of now never pass a byte again; later ones do.
+    pub fn freeze_established(&self) {
+        let number = self.established.accepted.load(Ordering::SeqCst);
+        self.established.frozen.send_replace(number);
+    }
+
+    /// Connections that neither end has closed.
+    pub fn connections(&self) -> u64 {
+        self.established.open.load(Ordering::SeqCst)
     }
 
     /// Bytes that passed towards the client.
@@ -110,7 +161,23 @@ impl Drop for Relay {
     }
 }
 
-async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, lane: &Lane) {
+/// Returns once the other end of `socket` has closed it; what it said before is swallowed.
+async fn closed(socket: &TcpStream) {
+    let mut swallowed = [0; 4096];
+    loop {
+        if socket.readable().await.is_err() {
+            return;
+        }
+        match socket.try_read(&mut swallowed) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+async fn pump(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, lane: &Lane) {
     let mut rule = lane.rule.subscribe();
     let mut buffer = vec![0; 16 * 1024];
     loop {

@@ -14,8 +14,11 @@ use tandem_telemetry::Metrics;
 use tandem_wire::{BootId, Failure, Reason, TransferId, TransferKey};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tokio_stream::wrappers::TcpListenerStream;
 
+use super::relay::Relay;
 use crate::support::fake::{FakeConfig, FakeControl, FakeExecutor};
 
 pub const GREEDY: SampleParams = SampleParams {
@@ -98,6 +101,11 @@ impl Prefill {
         Self::start_at(setup, "127.0.0.1:0".parse().unwrap(), None).await
     }
 
+    /// Hand-offs in a state, by prefill's own gauge.
+    pub fn inflight(&self, state: &str) -> u64 {
+        metric(&self.metrics, "tandem_transfer_inflight", &["prefill", state]) as u64
+    }
+
     /// Listens on `control`; decodes are sent to `advertise` (or the data port itself) for the data.
     pub async fn start_at(setup: &Setup, control: SocketAddr, advertise: Option<SocketAddr>) -> Self {
         let (executor, fake) = FakeExecutor::new(&setup.fake);
@@ -162,8 +170,11 @@ impl Prefill {
     }
 
     /// Every socket closes at once, every task ends where it stands.
-    pub fn kill(&mut self) {
-        self.runtime.take().unwrap().shutdown_timeout(Duration::from_secs(5));
+    pub async fn kill(&mut self) {
+        let runtime = self.runtime.take().unwrap();
+        tokio::task::spawn_blocking(move || runtime.shutdown_timeout(Duration::from_secs(20)))
+            .await
+            .unwrap();
     }
 
     pub async fn idle(&self) {
@@ -274,10 +285,6 @@ impl Decode {
     }
 
     /// Admission and hand-off, no generation.
-    pub async fn pull(&self, ask: &Ask, peer: &(String, BootId)) -> Result<Pulled, Failure> {
-        self.pull_with(ask, peer, |_| {}).await.map(|(pulled, _)| pulled)
-    }
-
     pub async fn pull_with(
         &self,
         ask: &Ask,
@@ -311,7 +318,16 @@ impl Decode {
 
     /// The whole request.
     pub async fn generate(&self, ask: &Ask, peer: &(String, BootId)) -> Result<Answer, Failure> {
-        let (pulled, admitted) = self.pull_with(ask, peer, |_| {}).await?;
+        self.generate_with(ask, peer, |_| {}).await
+    }
+
+    pub async fn generate_with(
+        &self,
+        ask: &Ask,
+        peer: &(String, BootId),
+        phase: impl Fn(Phase) + Send,
+    ) -> Result<Answer, Failure> {
+        let (pulled, admitted) = self.pull_with(ask, peer, phase).await?;
         if pulled.finished.is_some() {
             let tokens = vec![pulled.first_token];
             return Ok(Answer {
@@ -401,4 +417,94 @@ pub async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(20), work)
         .await
         .unwrap_or_else(|_| panic!("not within 20 s: {what}"))
+}
+
+/// A prefill behind two relays, and a decode that reaches it only through them.
+pub struct Relayed {
+    pub prefill: Prefill,
+    pub decode: Arc<Decode>,
+    pub control: Relay,
+    pub data: Relay,
+}
+
+impl Relayed {
+    pub async fn start(setup: &Setup) -> Self {
+        Self::start_with(setup, setup).await
+    }
+
+    /// Prefill's setup, then decode's.
+    pub async fn start_with(prefill: &Setup, decode: &Setup) -> Self {
+        let (control, data) = (Relay::start().await, Relay::start().await);
+        let prefill = Prefill::start_at(prefill, "127.0.0.1:0".parse().unwrap(), Some(data.addr)).await;
+        control.forward_to(prefill.control);
+        data.forward_to(prefill.data);
+        Self {
+            prefill,
+            decode: Arc::new(Decode::start(decode)),
+            control,
+            data,
+        }
+    }
+
+    pub fn peer(&self) -> (String, BootId) {
+        (self.control.addr.to_string(), self.prefill.boot_id)
+    }
+
+    pub fn begin(&self, ask: &Ask) -> Running {
+        Running::begin(&self.decode, ask, self.peer())
+    }
+
+    pub async fn idle(&self) {
+        self.decode.idle().await;
+        self.prefill.idle().await;
+    }
+}
+
+/// A request that runs beside the test.
+pub struct Running {
+    pub task: JoinHandle<Result<Answer, Failure>>,
+    phase: watch::Receiver<Option<Phase>>,
+    begun: Instant,
+}
+
+impl Running {
+    pub fn begin(decode: &Arc<Decode>, ask: &Ask, peer: (String, BootId)) -> Self {
+        let (decode, ask) = (Arc::clone(decode), ask.clone());
+        let (told, phase) = watch::channel(None);
+        let task = tokio::spawn(async move {
+            decode
+                .generate_with(&ask, &peer, |p| {
+                    told.send_replace(Some(p));
+                })
+                .await
+        });
+        Self {
+            task,
+            phase,
+            begun: Instant::now(),
+        }
+    }
+
+    pub async fn reached(&mut self, phase: Phase) {
+        soon("a phase", self.phase.wait_for(|p| *p == Some(phase)))
+            .await
+            .unwrap();
+    }
+
+    /// How it ended, and after how long.
+    pub async fn end(self) -> (Result<Answer, Failure>, Duration) {
+        let result = soon("the request's end", self.task).await.unwrap();
+        (result, self.begun.elapsed())
+    }
+
+    pub async fn failure(self) -> (Failure, Duration) {
+        let (result, after) = self.end().await;
+        (result.expect_err("must fail"), after)
+    }
+
+    /// The request's owner goes.
+    pub async fn drop_it(self) {
+        self.task.abort();
+        assert!(self.task.await.unwrap_err().is_cancelled());
+    }
 }
