@@ -36,8 +36,8 @@ fn list(violations: &[Violation]) -> String {
     match violations {
         [one] => one.to_string(),
         many => {
-            let lines: String = many.iter().map(|violation| format!("\n  {violation}")).collect();
-            format!("{} rules are broken:{lines}", many.len())
+            let lines: Vec<String> = many.iter().map(ToString::to_string).collect();
+            format!("{} rules are broken:\n  {}", many.len(), lines.join("\n  "))
         }
     }
 }

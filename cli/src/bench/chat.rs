@@ -89,7 +89,7 @@ async fn measure(args: &ChatArgs) -> Result<Report, String> {
         output_tokens: args.output_tokens.into(),
         ignore_eos: true,
     };
-    let seed = args.seed.unwrap_or_else(|| rand::random());
+    let seed = args.seed.unwrap_or_else(rand::random);
     let mut prompts = Prompts {
         seed,
         words: FEW,

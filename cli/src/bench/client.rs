@@ -276,7 +276,6 @@ fn message(error: &Value) -> String {
 }
 
 /// An error with its causes; without the URL, which is the same for all.
-#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn text(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut text = error.to_string();

@@ -61,7 +61,7 @@ mod tests {
     fn any_cut_of_the_stream_gives_the_same_events() {
         let expected = ["{\"a\":\"é\"}", "b\nc", "[DONE]"];
         for first in 0..=STREAM.len() {
-            for second in [first, (first + STREAM.len()) / 2, STREAM.len()] {
+            for second in [first, usize::midpoint(first, STREAM.len()), STREAM.len()] {
                 let mut events = Events::default();
                 let mut found = Vec::new();
                 for part in [&STREAM[..first], &STREAM[first..second], &STREAM[second..]] {

@@ -16,7 +16,7 @@ use super::probe::{self, Health};
 
 /// Deaths of one child within [`DEATH_WINDOW`] after which it is given up.
 pub const MAX_DEATHS: usize = 3;
-const DEATH_WINDOW: Duration = Duration::from_secs(60);
+const DEATH_WINDOW: Duration = Duration::from_mins(1);
 /// The wait before the first restart; it doubles with each further death in the window.
 const BACKOFF: Duration = Duration::from_millis(500);
 /// The kernel ends a killed process within this, unless it hangs in a device.
@@ -287,15 +287,14 @@ impl Run<'_> {
                 () = at_least(order, Order::Stop) => break None,
             }
         };
-        let outcome = match end {
-            Some(end) => Outcome::Died(end),
-            None => {
-                let mut stop = std::pin::pin!(stop(&mut child, self.limits.stop, order));
-                loop {
-                    tokio::select! {
-                        killed = &mut stop => break Outcome::Stopped { killed },
-                        Some(line) = lines.recv() => self.line(line).await,
-                    }
+        let outcome = if let Some(end) = end {
+            Outcome::Died(end)
+        } else {
+            let mut stop = std::pin::pin!(stop(&mut child, self.limits.stop, order));
+            loop {
+                tokio::select! {
+                    killed = &mut stop => break Outcome::Stopped { killed },
+                    Some(line) = lines.recv() => self.line(line).await,
                 }
             }
         };

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::console::Console;
 
 const POLL: Duration = Duration::from_millis(50);
 /// The supervisor bounds its own start; this is for one that is stuck before it can.
-const FIRST_STATE: Duration = Duration::from_secs(60);
+const FIRST_STATE: Duration = Duration::from_mins(1);
 
 /// Starts the supervisor in the background and returns when the deployment is ready.
 pub async fn start(args: &UpArgs) -> Result<(), UpError> {
@@ -163,10 +163,10 @@ fn failure(own_log: &Path, status: std::process::ExitStatus) -> String {
 }
 
 /// Asks the supervisor to stop and waits until it has.
-pub async fn down(dir: &PathBuf) -> Result<(), UpError> {
+pub async fn down(dir: &Path) -> Result<(), UpError> {
     let mut out = std::io::stderr();
     let use_dir = |source| UpError::State {
-        dir: dir.clone(),
+        dir: dir.to_owned(),
         source,
     };
     if !state::is_held(dir).map_err(use_dir)? {
@@ -181,7 +181,7 @@ pub async fn down(dir: &PathBuf) -> Result<(), UpError> {
             None if !state::is_held(dir).map_err(use_dir)? => return Ok(()),
             None if began.elapsed() > FIRST_STATE => {
                 return Err(UpError::Running {
-                    dir: dir.clone(),
+                    dir: dir.to_owned(),
                     what: ", but does not say as which process".into(),
                 });
             }

@@ -222,7 +222,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         deployment: object.metadata.name.clone(),
         model: spec.model.name.clone(),
     };
-    stack::Stack::new(names, plan, ports, held, args.log_dir.clone())
+    stack::Stack::new(names, &plan, ports, held, args.log_dir.clone())
         .run(signals)
         .await
 }

@@ -71,7 +71,7 @@ fn quote(lines: &[String]) -> String {
     if lines.is_empty() {
         return "; it wrote nothing".to_owned();
     }
-    let lines: String = lines.iter().map(|line| format!("\n    {line}")).collect();
+    let lines: String = lines.iter().flat_map(|line| ["\n    ", line]).collect();
     format!("; its last lines:{lines}")
 }
 
@@ -89,7 +89,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    pub fn new(names: Names, plan: Plan, ports: Ports, held: StateDir, log_dir: Option<PathBuf>) -> Self {
+    pub fn new(names: Names, plan: &Plan, ports: Ports, held: StateDir, log_dir: Option<PathBuf>) -> Self {
         let limits = Limits {
             startup: plan.startup,
             stop: plan.drain + EXIT_GRACE,

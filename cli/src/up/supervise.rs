@@ -322,7 +322,7 @@ mod tests {
         let deaf = "trap '' TERM; echo up; while :; do sleep 0.02; done";
         for (limit, order) in [
             (Duration::from_millis(300), Order::Stop),
-            (Duration::from_secs(300), Order::Kill),
+            (Duration::from_mins(5), Order::Kill),
         ] {
             let mut supervisor = Supervisor::new(Limits { stop: limit, ..LIMITS });
             supervisor.start(child(deaf, ops.addr()), None).unwrap();

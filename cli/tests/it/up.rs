@@ -4,6 +4,7 @@
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -132,10 +133,10 @@ fn pid(state: &Value, index: usize) -> u32 {
     u32::try_from(state["processes"][index]["pid"].as_u64().unwrap()).unwrap()
 }
 
-fn kill(signal: &str, pid: u32) {
+fn kill(signal: &str, pid: impl ToString) {
     assert!(
         Command::new("kill")
-            .args([signal, &pid.to_string()])
+            .args([signal, "--", &pid.to_string()])
             .status()
             .unwrap()
             .success()
@@ -185,9 +186,10 @@ fn refused(place: &Place, command: Command, code: i32, words: &[&str]) {
 #[test]
 fn starts_in_order_says_where_it_serves_and_stops_in_the_opposite_order() {
     let place = Place::new();
-    let child = place.up(&["--log-dir", "logs"]).spawn().unwrap();
+    let child = place.up(&["--log-dir", "logs"]).process_group(0).spawn().unwrap();
     let state = place.state(ready);
-    kill("-INT", child.id());
+    // As a terminal does on Ctrl-C: to the whole process group.
+    kill("-INT", &format!("-{}", child.id()));
     let output = end(child);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(0), "{text}");

@@ -1,4 +1,5 @@
 //! Manifests that must be read, and manifests that must be refused by name.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
 use proptest::prelude::*;
 use serde_json::{Value, json};

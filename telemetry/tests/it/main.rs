@@ -1,4 +1,5 @@
 //! The health listener over real sockets.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -88,7 +89,7 @@ fn a_label_set_is_visible_before_its_first_increment() {
     let requests = Family::<Outcome, Counter>::default();
     initialise(&requests, [Outcome { outcome: "done" }, Outcome { outcome: "failed" }]);
     metrics.part("demo", |registry| {
-        registry.register("requests", "Requests", requests.clone())
+        registry.register("requests", "Requests", requests.clone());
     });
 
     let (status, text) = get(ops.addr(), "/metrics");
