@@ -12,3 +12,6 @@ pub mod cache;
 mod pool;
 
 pub use cache::{KvCache, NoPages, PageStats, SeqPages};
+
+#[cfg(test)]
+mod tests;

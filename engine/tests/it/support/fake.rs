@@ -291,7 +291,9 @@ impl Executor for FakeExecutor {
             while control.allowed == Some(0) {
                 control.waiting = true;
                 condvar.notify_all();
-                condvar.wait(&mut control);
+                // a test that failed must not hang in the join of this thread
+                let timeout = condvar.wait_for(&mut control, Duration::from_secs(30));
+                assert!(!timeout.timed_out(), "held for 30 s");
             }
             control.waiting = false;
             control.allowed = control.allowed.map(|n| n - 1);

@@ -1,3 +1,4 @@
 //! What several test modules use.
 
 pub mod fake;
+pub mod sched;
