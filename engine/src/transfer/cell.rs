@@ -401,7 +401,7 @@ mod tests {
     fn the_watchdog_leaves_queued_and_moving_cells_alone() {
         let metrics = metrics();
         let cell: Cell<_, Arc<()>> = Cell::new(PrefillState::Queued, true, None, metrics.prefill);
-        let limit = Duration::from_secs(60);
+        let limit = Duration::from_mins(1);
         let later = |by: u64| Instant::now() + Duration::from_secs(by);
         assert!(!cell.end_if_overdue(later(1_000), limit, Source::Prefill));
         cell.on(PrefillEvent::Started);

@@ -1,4 +1,5 @@
 //! Integration tests of the engine, one binary.
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests, outside of a #[test]")]
 
 mod sched;
 mod support;

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes};
+use prost::Message as _;
 use tandem_wire::frame::spans;
 use tandem_wire::proto::kv_transfer_client::KvTransferClient;
 use tandem_wire::proto::{self, DecodeMessage, Open, PrefillMessage, decode_message, prefill_message};
@@ -149,8 +150,7 @@ async fn fetch(prefill: &Prefill, request: proto::FetchRequest) -> Result<Vec<pr
 #[tokio::test]
 async fn what_does_not_fit_is_refused_before_anything_is_computed() {
     let prefill = Prefill::start(&Setup::default()).await;
-    type Edit = fn(&mut Open);
-    let rows: &[(Edit, Reason, &str)] = &[
+    let rows: &[(fn(&mut Open), Reason, &str)] = &[
         (|o| o.key = None, Reason::Invalid, "transfer_id"),
         (
             |o| o.prefill_boot_id = BootId::from([9; 16]).to_wire(),
@@ -378,8 +378,7 @@ async fn a_data_stream_of_somebody_else_is_refused_and_does_not_disturb() {
     let mut caller = Caller::open(&prefill, open(&prefill, key)).await;
     caller.accepted().await;
     let good = fetch_request(&prefill, key);
-    type Edit = fn(&mut proto::FetchRequest);
-    let rows: &[(Edit, Reason)] = &[
+    let rows: &[(fn(&mut proto::FetchRequest), Reason)] = &[
         (|f| f.boot_id = BootId::from([9; 16]).to_wire(), Reason::StaleBoot),
         (
             |f| f.decode_boot_id = BootId::from([9; 16]).to_wire(),
@@ -531,7 +530,6 @@ async fn malformed_bytes_close_their_own_stream_and_no_other() {
     good.say(decode_message::Message::Open(open(&prefill, key))).await;
     good.accepted().await;
 
-    use prost::Message as _;
     let message = Some(decode_message::Message::Open(open(&prefill, new_key())));
     let opened = Bytes::from(DecodeMessage { message }.encode_to_vec());
     for garbage in [

@@ -28,7 +28,7 @@ pub const GREEDY: SampleParams = SampleParams {
 };
 
 /// Far longer than any test waits: a timer that a test does not mean must not fire in it.
-pub const LONG: Duration = Duration::from_secs(600);
+pub const LONG: Duration = Duration::from_mins(10);
 
 /// How an engine is set up.
 #[derive(Debug, Clone)]
@@ -88,7 +88,6 @@ pub struct Prefill {
     pub scheduler: Scheduler,
     pub fake: FakeControl,
     pub source: Source,
-    pub timers: Timers,
     pub metrics: Metrics,
     pub control: SocketAddr,
     pub data: SocketAddr,
@@ -152,7 +151,6 @@ impl Prefill {
             scheduler,
             fake,
             source,
-            timers,
             metrics,
             control,
             data,
@@ -210,7 +208,6 @@ async fn bind(addr: SocketAddr) -> TcpListener {
 
 /// A decode on the test's runtime.
 pub struct Decode {
-    pub boot_id: BootId,
     pub scheduler: Scheduler,
     pub puller: Arc<Puller>,
     pub timers: Timers,
@@ -261,11 +258,10 @@ impl Decode {
     pub fn start(setup: &Setup) -> Self {
         let (executor, fake) = FakeExecutor::new(&setup.fake);
         let scheduler = Scheduler::start(Box::new(executor), Role::Decode, setup.knobs).unwrap();
-        let boot_id = BootId::random();
         let timers = Timers::new(setup.timers);
         let metrics = Metrics::new("test", "0");
         let puller = Puller::new(PullerConfig {
-            boot_id,
+            boot_id: BootId::random(),
             spec: Arc::new(scheduler.spec().clone()),
             store: Arc::clone(scheduler.kv()),
             timers: timers.clone(),
@@ -274,7 +270,6 @@ impl Decode {
         });
         let watchdog = Watchdog::start(timers.clone(), vec![puller.swept()]).unwrap();
         Self {
-            boot_id,
             scheduler,
             puller,
             timers,

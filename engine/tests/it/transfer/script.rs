@@ -120,7 +120,6 @@ const STALL: Duration = Duration::from_millis(200);
 
 impl Rig {
     async fn start() -> Self {
-        // frames of several tokens runs: 16 tokens each would be one frame per layer and component
         let setup = Setup::default().timers(|t| t.stall = STALL);
         let decode = Decode::start(&setup);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -252,14 +251,14 @@ impl Script {
         });
         manifest.unwrap()
     }
-    fn fail(reason: i32) -> Option<Message> {
-        Some(Message::Failed(proto::Failure {
+    fn fail(reason: i32) -> Message {
+        Message::Failed(proto::Failure {
             reason,
             source: Source::Prefill.into(),
             detail: "planted".to_owned(),
             boot_id: Bytes::new(),
             load: None,
-        }))
+        })
     }
 }
 
@@ -491,22 +490,22 @@ async fn a_prefill_that_breaks_any_rule_gives_no_token() {
         // failures, told at each stage
         (
             "it fails first",
-            |s| s.control.insert(0, Script::fail(Reason::NoCapacity.into())),
+            |s| s.control.insert(0, Some(Script::fail(Reason::NoCapacity.into()))),
             Reason::NoCapacity,
         ),
         (
             "it fails in the queue",
-            |s| s.control.insert(1, Script::fail(Reason::Draining.into())),
+            |s| s.control.insert(1, Some(Script::fail(Reason::Draining.into()))),
             Reason::Draining,
         ),
         (
             "it fails after accepted",
-            |s| s.control.insert(2, Script::fail(Reason::OverLength.into())),
+            |s| s.control.insert(2, Some(Script::fail(Reason::OverLength.into()))),
             Reason::OverLength,
         ),
         (
             "it fails for a reason of a newer version",
-            |s| s.control.insert(2, Script::fail(9_999)),
+            |s| s.control.insert(2, Some(Script::fail(9_999))),
             Reason::Internal,
         ),
     ];
@@ -664,7 +663,9 @@ fn whatever_is_done_to_the_messages_only_the_whole_kv_commits() {
     });
     let outcome = runner.run(&prop::collection::vec(mutation(), 0..4), |mutations| {
         let mut script = rig.good.clone();
-        mutations.iter().for_each(|m| m.apply(&mut script));
+        for mutation in &mutations {
+            mutation.apply(&mut script);
+        }
         let whole = sorted(&script.frames) == good;
         let result = runtime.block_on(rig.run(script));
         if let Ok(token) = result {
