@@ -26,5 +26,6 @@ async fn sixteen_chats_at_a_time_all_complete() {
     println!("{report:#}");
     assert_eq!(report["failed"], 0, "{report:#}");
     assert_eq!(report["completed"], 48, "{report:#}");
+    assert_eq!(report["short_answers"], 0, "{report:#}");
     pair.idle(std::time::Duration::from_secs(10)).await;
 }
