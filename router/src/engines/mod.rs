@@ -227,9 +227,9 @@ impl Engines {
         }
     }
 
-    /// Has every engine of this side been tried in vain by a probe that began after `since`? Then nobody knows better.
-    pub fn tried_in_vain(&self, side: Side, since: Instant) -> bool {
-        self.side(side).iter().all(|worker| worker.is_down_since_probe(since))
+    /// Is what is known about every engine of this side newer than `since`? Then waiting for a probe tells nothing new.
+    pub fn known_since(&self, side: Side, since: Instant) -> bool {
+        self.side(side).iter().all(|worker| worker.known_since(since))
     }
 
     /// Why engines of a side are down, for people.

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use tandem_wire::proto::engine_client::EngineClient;
-use tandem_wire::proto::{GetInfoRequest, WatchLoadRequest};
+use tandem_wire::proto::{GetInfoRequest, Load, WatchLoadRequest};
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Endpoint;
+use tonic::{Status, Streaming};
 
 use super::{Changed, Session, Side};
 use crate::config::Config;
@@ -115,10 +116,11 @@ impl Worker {
         }
     }
 
-    /// Down by a probe that began after `since` (or draining, which its live load stream says).
-    pub fn is_down_since_probe(&self, since: Instant) -> bool {
+    /// Is what is known about it newer than `since`: a live connection, or a probe in vain that began after that?
+    pub fn known_since(&self, since: Instant) -> bool {
         match &*self.shared.link.lock() {
-            Link::Up(session) => session.draining(),
+            // whoever is in doubt is being asked
+            Link::Up(session) => session.open() || session.draining(),
             Link::Down { probed, .. } => probed.is_some_and(|probed| probed >= since),
         }
     }
@@ -139,7 +141,7 @@ impl Shared {
         loop {
             let began = Instant::now();
             match self.dial(last.as_deref()).await {
-                Ok(session) => {
+                Ok((session, loads)) => {
                     let session = Arc::new(session);
                     last = Some(Arc::clone(&session));
                     tracing::info!(
@@ -151,7 +153,7 @@ impl Shared {
                     );
                     self.set(Link::Up(Arc::clone(&session)));
                     self.up.set(1);
-                    let reason = self.watch(&session).await;
+                    let reason = self.watch(&session, loads).await;
                     self.up.set(0);
                     tracing::warn!(endpoint = self.endpoint, side = self.side.name(), boot = %session.boot, reason, "engine is gone");
                     self.set(Link::Down { reason, probed: None });
@@ -178,7 +180,8 @@ impl Shared {
         self.changed.link();
     }
 
-    async fn dial(&self, last: Option<&Session>) -> Result<Session, String> {
+    /// Dials, asks who is there, and waits for its first load report: nothing goes to an engine whose load is unknown.
+    async fn dial(&self, last: Option<&Session>) -> Result<(Session, Streaming<Load>), String> {
         let failed = |what: &str, error: &dyn std::error::Error| {
             let mut text = format!("{} {what}: {error}", self.endpoint);
             let mut cause = error.source();
@@ -207,25 +210,34 @@ impl Shared {
             .map_err(|_| format!("{} did not answer GetInfo within {} s", self.endpoint, ASK.as_secs()))?
             .map_err(|status| format!("{} refused GetInfo: {}", self.endpoint, status.message()))?
             .into_inner();
-        Session::new(self.side, &self.endpoint, client, &info, self.in_flight.clone(), last)
-            .map_err(|unfit| unfit.to_string())
-    }
-
-    /// Follows the load until the engine is gone; says why.
-    async fn watch(&self, session: &Session) -> String {
+        let session = Session::new(
+            self.side,
+            &self.endpoint,
+            client.clone(),
+            &info,
+            self.in_flight.clone(),
+            last,
+        )
+        .map_err(|unfit| unfit.to_string())?;
         let request = WatchLoadRequest {
             boot_id: session.boot.to_wire(),
             min_interval_ms: 0,
         };
-        let mut client = session.client.clone();
-        let loads = tokio::select! {
-            loads = client.watch_load(request) => loads,
-            () = session.doubted() => return format!("{} failed a request, asking it again", self.endpoint),
+        let first = async {
+            let mut loads = client.watch_load(request).await?.into_inner();
+            let load = loads.message().await?;
+            Ok::<_, Status>((load, loads))
         };
-        let mut loads = match loads {
-            Ok(loads) => loads.into_inner(),
-            Err(status) => return format!("{} refused WatchLoad: {}", self.endpoint, status.message()),
-        };
+        let (load, loads) = tokio::time::timeout(ASK, first)
+            .await
+            .map_err(|_| format!("{} sent no load within {} s", self.endpoint, ASK.as_secs()))?
+            .map_err(|status| format!("{} refused WatchLoad: {}", self.endpoint, status.message()))?;
+        session.report(load.ok_or_else(|| format!("{} closed its load stream", self.endpoint))?);
+        Ok((session, loads))
+    }
+
+    /// Follows the load until the engine is gone; says why.
+    async fn watch(&self, session: &Session, mut loads: Streaming<Load>) -> String {
         loop {
             tokio::select! {
                 load = loads.message() => match load {

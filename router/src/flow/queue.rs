@@ -112,13 +112,15 @@ impl Flow {
             let mut wake = until;
             let first = place.first();
             if first {
+                // before the look: what comes up in between is then seen by the look
+                let known = [Side::Decode, Side::Prefill].map(|side| self.engines.known_since(side, asked));
                 match self.engines.look(avoid, self.recompute()) {
                     Look::Pair(lease) => return Ok(lease),
                     Look::Full(at) => wake = at.map_or(until, |at| at.min(until)),
-                    Look::NoDecode if self.engines.tried_in_vain(Side::Decode, asked) => {
+                    Look::NoDecode if known[0] => {
                         return Err(RouterError::NoDecode(self.engines.reasons(Side::Decode)));
                     }
-                    Look::NoPrefill if self.engines.tried_in_vain(Side::Prefill, asked) => {
+                    Look::NoPrefill if known[1] => {
                         return Err(RouterError::NoPrefill(self.engines.reasons(Side::Prefill)));
                     }
                     Look::NoDecode | Look::NoPrefill => self.engines.probe_now(),

@@ -1,0 +1,21 @@
+//! The HTTP side against scripted engines over real gRPC, used by a real HTTP client.
+
+mod cancel;
+mod choosing;
+mod client;
+mod drain;
+mod engine;
+mod failures;
+mod queueing;
+mod slow;
+mod stack;
+mod streams;
+mod surface;
+
+use std::time::Duration;
+
+/// A wait that ends a test which would otherwise hang; never what a test measures.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What the product promises: a client that left is noticed by the engine within this.
+const CANCELLED_WITHIN: Duration = Duration::from_secs(1);

@@ -1,0 +1,229 @@
+//! The queue: engines with room get requests in order, and waiting has bounds.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tandem_wire::proto::Load;
+use tandem_wire::proto::finished::Cause;
+use tandem_wire::{Reason, Source};
+
+use super::client::events;
+use super::engine::{self, Mock, Shape, Step, failure};
+use super::stack::{Stack, stack};
+
+fn small() -> Mock {
+    Mock::start(Shape {
+        max_running: 1,
+        ..Shape::default()
+    })
+}
+
+fn held() -> Vec<Step> {
+    vec![Step::Started, Step::Hold, Step::Spell("ok"), Step::Finish(Cause::Stop)]
+}
+
+/// Fills the one place of `decode`.
+async fn fill(stack: &Stack, decode: &Mock) -> reqwest::Response {
+    let calls = decode.calls().len();
+    let response = stack.client.streaming(json!({})).await;
+    decode.called(calls + 1).await;
+    response
+}
+
+#[tokio::test]
+async fn a_full_engine_gets_more_than_it_can_run() {
+    let decode = small();
+    decode.always(held());
+    let stack = stack(&[], &[&decode], &[]).await;
+    let first = fill(&stack, &decode).await;
+    let mut waiting = Vec::new();
+    for place in 1..=3 {
+        let client = stack.client.clone();
+        let user = format!("number {place}");
+        let body = json!({"messages": [{"role": "user", "content": user}]});
+        waiting.push(tokio::spawn(async move { client.chat(body).await }));
+        stack.reaches("tandem_router_queue_depth", f64::from(place)).await;
+    }
+    assert_eq!(decode.calls().len(), 1);
+    for _ in 0..4 {
+        decode.release();
+    }
+    assert!(events(first).await.done);
+    for request in waiting {
+        assert_eq!(request.await.unwrap().content(), "ok");
+    }
+    // first come, first served
+    let calls = decode.calls();
+    for (place, call) in calls.iter().enumerate().skip(1) {
+        let prompt = engine::TEXT.decode(&call.prompt_tokens, false).unwrap();
+        assert!(
+            prompt.contains(&format!("number {place}")),
+            "{prompt} came at place {place}"
+        );
+    }
+    stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn a_full_queue_takes_more_or_does_not_say_when_to_come_back() {
+    let decode = small();
+    decode.always(held());
+    let stack = stack(&[], &[&decode], &["--queue-limit=1"]).await;
+    let first = fill(&stack, &decode).await;
+    let client = stack.client.clone();
+    let second = tokio::spawn(async move { client.chat(json!({})).await });
+    stack.reaches("tandem_router_queue_depth", 1.0).await;
+    let third = stack.client.chat(json!({})).await;
+    assert_eq!((third.status, third.code().as_str()), (429, "queue_full"));
+    assert_eq!(third.header("retry-after"), Some("1"));
+    assert_eq!(third.json()["error"]["type"], "rate_limit_error");
+    decode.release();
+    decode.release();
+    assert!(events(first).await.done);
+    assert_eq!(second.await.unwrap().content(), "ok");
+    stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn waiting_for_room_has_no_end() {
+    let decode = small();
+    decode.always(held());
+    let stack = stack(&[], &[&decode], &["--queue-ms=100"]).await;
+    let first = fill(&stack, &decode).await;
+    let second = stack.client.chat(json!({})).await;
+    assert_eq!((second.status, second.code().as_str()), (503, "no_capacity"));
+    assert_eq!(second.header("retry-after"), Some("1"));
+    decode.release();
+    assert!(events(first).await.done);
+    stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn a_refusal_for_lack_of_room_reaches_the_client_although_room_comes() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    for _ in 0..5 {
+        decode.then(vec![Step::Refuse(failure(Reason::NoCapacity, Source::Decode))]);
+    }
+    let client = stack.client.clone();
+    let request = tokio::spawn(async move { client.chat(json!({})).await });
+    // each report of the load lets it ask again, more often than a failure would be tried again
+    for calls in 1..=5 {
+        decode.called(calls).await;
+        stack.reaches("tandem_router_queue_depth", 1.0).await;
+        decode.report(Load {
+            free_pages: calls as u32,
+            ..Load::default()
+        });
+    }
+    assert_eq!(request.await.unwrap().content(), "Paris");
+    let attempts: Vec<_> = decode
+        .calls()
+        .iter()
+        .map(|call| call.key.as_ref().unwrap().attempt)
+        .collect();
+    assert_eq!(attempts, [0, 1, 2, 3, 4, 5]);
+    assert_eq!(stack.sample("tandem_router_retries_total{reason=\"no_capacity\"}"), 5.0);
+}
+
+#[tokio::test]
+async fn a_refused_request_loses_its_place_in_the_line() {
+    let decode = small();
+    let stack = stack(&[], &[&decode], &[]).await;
+    decode.then(vec![
+        Step::Hold,
+        Step::Refuse(failure(Reason::NoCapacity, Source::Decode)),
+    ]);
+    let ask = |user: &'static str| {
+        let client = stack.client.clone();
+        tokio::spawn(async move {
+            client
+                .chat(json!({"messages": [{"role": "user", "content": user}]}))
+                .await
+        })
+    };
+    let early = ask("early");
+    decode.called(1).await;
+    let late = ask("late");
+    stack.reaches("tandem_router_queue_depth", 1.0).await;
+    decode.release();
+    stack.reaches("tandem_router_queue_depth", 2.0).await;
+    decode.report(Load {
+        free_pages: 1,
+        ..Load::default()
+    });
+    assert_eq!(early.await.unwrap().content(), "Paris");
+    assert_eq!(late.await.unwrap().content(), "Paris");
+    let order: Vec<_> = decode
+        .calls()
+        .iter()
+        .map(|call| engine::TEXT.decode(&call.prompt_tokens, false).unwrap())
+        .collect();
+    assert!(order[1].contains("early") && order[2].contains("late"), "{order:?}");
+}
+
+#[tokio::test]
+async fn an_engine_full_of_others_requests_is_asked() {
+    let decode = small();
+    let stack = stack(&[], &[&decode], &["--queue-ms=5000"]).await;
+    decode.report(Load {
+        running: 1,
+        ..Load::default()
+    });
+    // until the report has arrived requests go through
+    let client = stack.client.clone();
+    let waits = async {
+        loop {
+            let client = client.clone();
+            let mut request = Box::pin(async move { client.chat(json!({})).await });
+            if tokio::time::timeout(Duration::from_millis(100), &mut request)
+                .await
+                .is_err()
+            {
+                return request;
+            }
+        }
+    };
+    let request = tokio::time::timeout(super::PATIENCE, waits)
+        .await
+        .expect("the load was ignored");
+    decode.report(Load::default());
+    assert_eq!(request.await.content(), "Paris");
+}
+
+#[tokio::test]
+async fn a_draining_engine_is_asked() {
+    let (one, two) = (engine::decode(), engine::decode());
+    let stack = stack(&[], &[&one, &two], &["--policy=round-robin"]).await;
+    one.report(Load {
+        draining: true,
+        ..Load::default()
+    });
+    let settled = async {
+        loop {
+            let before = one.calls().len();
+            for _ in 0..4 {
+                assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
+            }
+            if one.calls().len() == before {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(super::PATIENCE, settled)
+        .await
+        .expect("the draining engine went on getting requests");
+    two.report(Load {
+        draining: true,
+        ..Load::default()
+    });
+    stack
+        .becomes(|state| !matches!(state, tandem_telemetry::State::Ready))
+        .await;
+    let answer = stack.client.chat(json!({})).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "no_decode_engine"));
+    assert!(answer.message().contains("drains"), "{}", answer.message());
+    one.report(Load::default());
+    stack.becomes(|state| *state == tandem_telemetry::State::Ready).await;
+    assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
+}

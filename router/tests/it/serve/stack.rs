@@ -1,0 +1,102 @@
+//! A router in this process, in front of scripted engines.
+
+use clap::Parser;
+use tandem_router::{Config, Router};
+use tandem_telemetry::{Metrics, Readiness, State};
+
+use super::PATIENCE;
+use super::client::Client;
+use super::engine::{Mock, tokenizer};
+
+pub struct Stack {
+    pub router: Router,
+    pub client: Client,
+    pub metrics: Metrics,
+    pub readiness: Readiness,
+}
+
+/// A router with these prefill and decode engines, once all of them are up.
+pub async fn stack(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Stack {
+    let stack = cold(prefills, decodes, flags).await;
+    stack.becomes(|state| *state == State::Ready).await;
+    for (role, mocks) in [("prefill", prefills), ("decode", decodes)] {
+        for mock in mocks {
+            let endpoint = mock.endpoint();
+            stack
+                .reaches(
+                    &format!("tandem_router_upstream_up{{role=\"{role}\",endpoint=\"{endpoint}\"}}"),
+                    1.0,
+                )
+                .await;
+        }
+    }
+    stack
+}
+
+/// The same without waiting.
+pub async fn cold(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Stack {
+    let mut args = vec![
+        "tandem-router".to_owned(),
+        "--model-name=tiny".into(),
+        "--listen=127.0.0.1:0".into(),
+    ];
+    args.push(format!("--tokenizer={}", tokenizer().display()));
+    args.extend(prefills.iter().map(|mock| format!("--prefill={}", mock.endpoint())));
+    args.extend(decodes.iter().map(|mock| format!("--decode={}", mock.endpoint())));
+    args.extend(flags.iter().map(|flag| (*flag).to_owned()));
+    let config = Config::try_parse_from(args).unwrap();
+    let metrics = Metrics::new("tandem-router", "test");
+    let readiness = Readiness::default();
+    let router = Router::start(config, metrics.clone(), readiness.clone()).await.unwrap();
+    let client = Client::new(router.addr());
+    Stack {
+        router,
+        client,
+        metrics,
+        readiness,
+    }
+}
+
+impl Stack {
+    /// Waits for a readiness.
+    pub async fn becomes(&self, wanted: impl FnMut(&State) -> bool) {
+        let mut states = self.readiness.subscribe();
+        let reached = states.wait_for(wanted);
+        tokio::time::timeout(PATIENCE, reached)
+            .await
+            .expect("the router's readiness never changed")
+            .unwrap();
+    }
+
+    /// A sample of `/metrics`, 0 where there is none.
+    pub fn sample(&self, name: &str) -> f64 {
+        let text = self.metrics.encode().unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// Waits until a sample has a value.
+    pub async fn reaches(&self, name: &str, value: f64) {
+        let wait = async {
+            while (self.sample(name) - value).abs() > 1e-9 {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, wait).await;
+        assert!(reached.is_ok(), "{name} is {}, expected {value}", self.sample(name));
+    }
+
+    /// Waits until nothing of any request is left.
+    pub async fn at_rest(&self, engines: &[&Mock]) {
+        self.reaches("tandem_router_in_flight", 0.0).await;
+        self.reaches("tandem_router_queue_depth", 0.0).await;
+        for mock in engines {
+            mock.idle().await;
+            for side in ["prefill", "decode"] {
+                let labels = format!("{{role=\"{side}\",endpoint=\"{}\"}}", mock.endpoint());
+                self.reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0.0)
+                    .await;
+            }
+        }
+    }
+}
