@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::sse::Events;
+use crate::console::with_causes;
 
 /// An answer that is not a stream, an error for example, is read up to this.
 const MAX_BODY: usize = 1024 * 1024;
@@ -275,16 +276,9 @@ fn message(error: &Value) -> String {
         .map_or_else(|| error.to_string(), str::to_owned)
 }
 
-/// An error with its causes; without the URL, which is the same for all.
+/// Without the URL, which is the same for all requests.
 fn text(error: reqwest::Error) -> String {
-    let error = error.without_url();
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(inner) = cause {
-        text = format!("{text}: {inner}");
-        cause = inner.source();
-    }
-    text
+    with_causes(&error.without_url())
 }
 
 #[cfg(test)]

@@ -42,7 +42,10 @@ pub async fn start(args: &UpArgs) -> Result<(), UpError> {
         source,
     })?;
     let mut supervisor = spawn(&dir, &log_dir, &own_log)?;
-    let mut console = Console::default();
+    let mut console = Console::stderr().map_err(|source| UpError::System {
+        what: "write to stderr",
+        source,
+    })?;
     let began = Instant::now();
     loop {
         let state = state::read(&dir).filter(|state| state.pid == supervisor.id());

@@ -218,11 +218,15 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         what: "listen for signals",
         source,
     })?;
+    let console = console::Console::stderr().map_err(|source| UpError::System {
+        what: "write to stderr",
+        source,
+    })?;
     let names = stack::Names {
         deployment: object.metadata.name.clone(),
         model: spec.model.name.clone(),
     };
-    stack::Stack::new(names, &plan, ports, held, args.log_dir.clone())
+    stack::Stack::new(names, &plan, ports, held, console, args.log_dir.clone())
         .run(signals)
         .await
 }

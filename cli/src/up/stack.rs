@@ -18,7 +18,7 @@ use super::signals::Signals;
 use super::state::{Phase, ProcessState, State, StateDir};
 use super::supervise::Supervisor;
 use crate::claims::hex;
-use crate::console::Console;
+use crate::console::{Console, with_causes};
 
 /// A process that has drained still needs a moment to exit.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
@@ -89,7 +89,14 @@ pub struct Stack {
 }
 
 impl Stack {
-    pub fn new(names: Names, plan: &Plan, ports: Ports, held: StateDir, log_dir: Option<PathBuf>) -> Self {
+    pub fn new(
+        names: Names,
+        plan: &Plan,
+        ports: Ports,
+        held: StateDir,
+        console: Console,
+        log_dir: Option<PathBuf>,
+    ) -> Self {
         let limits = Limits {
             startup: plan.startup,
             stop: plan.drain + EXIT_GRACE,
@@ -115,7 +122,7 @@ impl Stack {
             processes,
             ports,
             supervisor: Supervisor::new(limits),
-            console: Console::default(),
+            console,
             state,
             held,
         }
@@ -325,9 +332,11 @@ fn not_started(process: &Process) -> ProcessState {
     }
 }
 
-async fn info(listen: SocketAddr) -> Result<EngineInfo, Box<dyn std::error::Error>> {
-    let mut client = EngineClient::connect(format!("http://{listen}")).await?;
-    Ok(client.get_info(GetInfoRequest {}).await?.into_inner())
+async fn info(listen: SocketAddr) -> Result<EngineInfo, String> {
+    let connected = EngineClient::connect(format!("http://{listen}")).await;
+    let mut client = connected.map_err(|error| with_causes(&error))?;
+    let info = client.get_info(GetInfoRequest {}).await;
+    Ok(info.map_err(|status| status.to_string())?.into_inner())
 }
 
 fn describe(info: &EngineInfo) -> String {
@@ -344,13 +353,10 @@ fn describe(info: &EngineInfo) -> String {
 /// Where to send requests, and a line that does.
 pub fn banner(state: &State) -> String {
     let base = base_url(state.http);
-    let body = serde_json::json!({
-        "model": state.model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 32,
-    });
+    let model = serde_json::Value::from(state.model.as_str());
+    let question = r#""messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32"#;
     // Inside single quotes of a shell only the single quote itself is special.
-    let body = body.to_string().replace('\'', r"'\''");
+    let body = format!(r#"{{"model": {model}, {question}}}"#).replace('\'', r"'\''");
     format!(
         "\nOpenAI clients: base URL {base}/v1, model {}\n\n    curl -sS {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
         state.model

@@ -200,7 +200,7 @@ fn starts_in_order_says_where_it_serves_and_stops_in_the_opposite_order() {
         state["http"].as_str().unwrap()
     );
     assert!(
-        text.contains(&url) && text.contains("\"model\":\"tiny-chat\""),
+        text.contains(&url) && text.contains("\"model\": \"tiny-chat\""),
         "{text}"
     );
     assert!(text.contains("prefill-0 | loading"), "{text}");
