@@ -101,7 +101,12 @@ impl LlamaConfig {
         m.multiple("llama.feed_forward_length", intermediate_size, BLOCK)?;
         m.multiple("llama.attention.key_length (head size)", head_dim, 8)?;
         m.multiple("llama.rope.dimension_count", rope_dim, 2)?;
-        m.multiple("llama.attention.head_count", num_attention_heads, num_key_value_heads)?;
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            let why = format!(
+                "is {num_key_value_heads}, which does not divide llama.attention.head_count {num_attention_heads}"
+            );
+            return Err(m.error("llama.attention.head_count_kv", why));
+        }
         m.multiple(
             "llama.attention.head_count x head size",
             num_attention_heads * head_dim,

@@ -79,7 +79,7 @@ pub(super) struct Workspace {
     /// Matmul inputs of `intermediate_size`.
     inner_act: BufferId,
     /// `[outs][vocab_size]`, padded to 8.
-    logits: BufferId,
+    pub(super) logits: BufferId,
 }
 
 /// Every buffer's shape, in the order of [`Workspace::new`].

@@ -20,10 +20,11 @@ pub mod gguf;
 mod load;
 mod runner;
 mod tensor;
+#[cfg(test)]
+mod tests;
 
 #[cfg(test)]
 #[path = "../../tests/it/tiny.rs"]
-#[expect(dead_code, reason = "shared with the integration tests, which use other parts of it")]
 mod tiny;
 
 pub use error::LoadError;

@@ -110,6 +110,14 @@ impl Cpu {
         }
     }
 
+    /// What an f32 buffer holds now.
+    #[cfg(test)]
+    pub(crate) fn floats(&self, id: BufferId) -> Vec<f32> {
+        let b = &self.device.buffers[id.0 as usize];
+        // SAFETY: the buffer's length; no pass runs (`finish` has returned).
+        unsafe { std::slice::from_raw_parts(b.memory.ptr::<f32>(), Self::buffer_bytes(b.shape) / 4) }.to_vec()
+    }
+
     /// Gives every worker memory for the largest sizes so far.
     fn resize(&mut self, seen: Sizes) -> Result<(), BackendError> {
         let sizes = Sizes {

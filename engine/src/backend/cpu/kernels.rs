@@ -35,6 +35,9 @@ pub enum Isa {
 }
 
 impl Isa {
+    /// All of them, the plainest first.
+    pub const ALL: [Self; 2] = [Self::Scalar, Self::Avx2];
+
     /// The best one that this CPU has.
     pub fn detect() -> Self {
         if avx2::available() { Self::Avx2 } else { Self::Scalar }

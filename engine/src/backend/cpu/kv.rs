@@ -250,3 +250,126 @@ impl KvStore for KvPool {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Heads;
+
+    const SHAPE: KvShape = KvShape {
+        layers: 2,
+        heads: Heads {
+            query: 4,
+            kv: 2,
+            dim: 24,
+        },
+        pages: 6,
+        page_tokens: 16,
+    };
+    const TOKEN: usize = 2 * 24 * 2;
+
+    fn run(layer: u32, component: u32, first_token: u32, tokens: u32) -> KvRun {
+        KvRun {
+            layer,
+            component,
+            first_token,
+            tokens,
+        }
+    }
+
+    fn pattern(n: usize, salt: usize) -> Vec<u8> {
+        (0..n).map(|i| ((i * 31 + salt * 17) % 251) as u8).collect()
+    }
+
+    #[test]
+    fn what_is_written_in_any_cut_is_read_in_any_other() {
+        let pages = [4, 1, 3];
+        let cuts: [&[u32]; 5] = [&[48], &[16, 16, 16], &[5, 3, 8, 13, 19], &[1; 48], &[7, 40, 1]];
+        for component in 0..2 {
+            for write in cuts {
+                let pool = KvPool::new(SHAPE).unwrap();
+                let data = pattern(48 * TOKEN, component);
+                let mut at = 0;
+                for n in write {
+                    let bytes = &data[at as usize * TOKEN..(at + n) as usize * TOKEN];
+                    pool.write(&pages, run(1, component as u32, at, *n), bytes).unwrap();
+                    at += n;
+                }
+                for read in cuts {
+                    let mut at = 0;
+                    for n in read {
+                        let mut got = vec![0; *n as usize * TOKEN];
+                        pool.read(&pages, run(1, component as u32, at, *n), &mut got).unwrap();
+                        assert_eq!(
+                            got,
+                            data[at as usize * TOKEN..(at + n) as usize * TOKEN],
+                            "{write:?} {read:?} at {at}"
+                        );
+                        at += n;
+                    }
+                }
+                // nothing else was touched: other pages, the other layer, the other component
+                let zero = vec![0; 48 * TOKEN];
+                for (other, r) in [
+                    ([0, 2, 5], run(1, component as u32, 0, 48)),
+                    (pages, run(0, component as u32, 0, 48)),
+                    (pages, run(1, 1 - component as u32, 0, 48)),
+                ] {
+                    let mut got = pattern(48 * TOKEN, 9);
+                    pool.read(&other, r, &mut got).unwrap();
+                    assert_eq!(got, zero);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_key_lies_where_attention_looks_for_it() {
+        let pool = KvPool::new(SHAPE).unwrap();
+        let data = pattern(20 * TOKEN, 3);
+        pool.write(&[2, 5], run(1, 0, 0, 20), &data).unwrap();
+        pool.write(&[2, 5], run(1, 1, 0, 20), &data).unwrap();
+        for t in 0..20 {
+            for h in 0..2 {
+                let (keys, values) = pool.head(1, h);
+                let slot = [2, 5][t / 16] * 16 + t % 16;
+                let (key, value) = pool.slot(slot);
+                for d in 0..24 {
+                    let at = t * TOKEN + h * 48 + d * 2;
+                    let expected = u16::from_le_bytes([data[at], data[at + 1]]);
+                    // SAFETY: inside the pool.
+                    unsafe {
+                        assert_eq!(*keys.add(key + d * 8), expected, "key {t} {h} {d}");
+                        assert_eq!(*values.add(value + d), expected, "value {t} {h} {d}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn runs_out_of_range_are_refused_with_their_reason() {
+        let pool = KvPool::new(SHAPE).unwrap();
+        let cases: [(&[PageId], KvRun, usize, &str); 6] = [
+            (&[0], run(2, 0, 0, 1), TOKEN, "2 layers"),
+            (&[0], run(0, 2, 0, 1), TOKEN, "components are 0 (k) and 1 (v)"),
+            (&[0], run(0, 0, 0, 17), 17 * TOKEN, "ends at token 17"),
+            (&[0], run(0, 0, u32::MAX, u32::MAX), TOKEN, "ends at token"),
+            (&[0], run(0, 0, 0, 1), TOKEN - 1, "takes 96 bytes, 95"),
+            (&[6], run(0, 0, 0, 1), TOKEN, "page 6"),
+        ];
+        for (pages, r, bytes, why) in cases {
+            let error = pool.read(pages, r, &mut vec![0; bytes]).unwrap_err();
+            assert!(error.to_string().contains(why), "{error} / {why}");
+            assert!(pool.write(pages, r, &vec![0; bytes]).is_err());
+        }
+        assert!(pool.read(&[], run(0, 0, 0, 0), &mut []).is_ok());
+        assert!(
+            KvPool::new(KvShape {
+                page_tokens: 12,
+                ..SHAPE
+            })
+            .is_err()
+        );
+    }
+}

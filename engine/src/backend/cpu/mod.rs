@@ -22,6 +22,8 @@ mod pack;
 mod pool;
 mod scalar;
 mod step;
+#[cfg(test)]
+mod tests;
 
 pub use device::Cpu;
 pub use kernels::Isa;

@@ -207,3 +207,71 @@ pub fn share(len: usize, unit: usize, t: usize, n: usize) -> Range<usize> {
     let units = len.div_ceil(unit);
     (units * t / n * unit).min(len)..(units * (t + 1) / n * unit).min(len)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stage_sees_what_the_stage_before_wrote() {
+        // more threads than cores: some park
+        for threads in [1, 2, 5] {
+            let mut pool = Pool::new(threads).unwrap();
+            let barrier = Arc::clone(pool.barrier());
+            let cells: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            for run in 0..50 {
+                let stages = |t: usize| {
+                    for stage in 0..20 {
+                        let stamp = run * 20 + stage + 1;
+                        cells[t].store(stamp, Ordering::Relaxed);
+                        barrier.wait();
+                        assert!(
+                            cells.iter().all(|c| c.load(Ordering::Relaxed) == stamp),
+                            "{threads} threads, stage {stage}"
+                        );
+                        barrier.wait();
+                    }
+                };
+                pool.run(|| stages(0), &stages);
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_that_comes_late_is_waited_for() {
+        // long enough that the other one parks
+        let mut pool = Pool::new(2).unwrap();
+        let barrier = Arc::clone(pool.barrier());
+        let done = AtomicBool::new(false);
+        for late in [0, 1] {
+            done.store(false, Ordering::Relaxed);
+            let stage = |t: usize| {
+                if t == late {
+                    let start = Instant::now();
+                    while start.elapsed() < 20 * YIELD {
+                        std::thread::yield_now();
+                    }
+                    done.store(true, Ordering::Relaxed);
+                }
+                barrier.wait();
+                assert!(done.load(Ordering::Relaxed));
+            };
+            pool.run(|| stage(0), &stage);
+        }
+    }
+
+    #[test]
+    fn shares_cover_everything_once() {
+        for len in [0, 1, 5, 24, 72, 6144] {
+            for unit in [1, 2, 4] {
+                for n in [1, 2, 3, 7] {
+                    let all: Vec<usize> = (0..n).flat_map(|t| share(len, unit, t, n)).collect();
+                    assert_eq!(all, (0..len).collect::<Vec<_>>(), "{len} in {n}");
+                    assert!(
+                        (0..n).all(|t| share(len, unit, t, n).start % unit == 0 || share(len, unit, t, n).is_empty())
+                    );
+                }
+            }
+        }
+    }
+}

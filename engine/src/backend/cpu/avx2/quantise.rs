@@ -54,7 +54,8 @@ pub unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, firs
             let d = amax * (1.0 / 127.0);
             *a.d.add(at + b) = d;
             *a.s.add(at + b) = d * total;
-            *a.t.add(at + b) = total as i32 * 8;
+            // a block with NaN or infinity has a sum of no meaning; its scale makes every result NaN
+            *a.t.add(at + b) = (total as i32).wrapping_mul(8);
         }
     }
 }
