@@ -1,6 +1,8 @@
 //! Manifests that must be read, and manifests that must be refused by name.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
+mod manifest_page;
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tandem_crds::{Backend, OnPrefillFailure, PDDeployment, PrefixCacheMode, RouterPolicy, TypeMeta};
