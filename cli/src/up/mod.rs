@@ -187,17 +187,22 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         .check(memory::available_mib())
         .map_err(UpError::Memory)?;
 
+    // Held while ports are chosen, so that none of them is this one.
+    let taken = std::net::TcpListener::bind(args.http).map_err(|source| UpError::Http {
+        addr: args.http,
+        source,
+    })?;
     let mut ports =
         ports::Ports::reserve(plan::ports_needed(spec) + 1).map_err(|error| UpError::Ports(error.to_string()))?;
+    drop(taken);
     let mut list = ports.list();
     let mut http = args.http;
-    if let Some(spare) = list.pop()
-        && http.port() == 0
-    {
+    if let Some(spare) = list.pop() {
         ports.release(spare);
-        http.set_port(spare);
+        if http.port() == 0 {
+            http.set_port(spare);
+        }
     }
-    std::net::TcpListener::bind(http).map_err(|source| UpError::Http { addr: http, source })?;
     if let Some(dir) = &args.log_dir {
         std::fs::create_dir_all(dir).map_err(|source| UpError::Logs {
             dir: dir.clone(),
