@@ -8,6 +8,7 @@
 //! | [`exec`] | where scheduling and models meet |
 //! | [`kv`] | the paged pool and its prefix cache |
 //! | [`sched`] | continuous batching under one token budget |
+//! | [`serve`] | gRPC, flags, start and end of the process |
 //! | [`transfer`] | the KV hand-off, both ends |
 
 pub mod backend;
@@ -16,4 +17,5 @@ pub mod kv;
 pub mod model;
 pub mod sample;
 pub mod sched;
+pub mod serve;
 pub mod transfer;

@@ -1,2 +1,10 @@
-//! engine
-fn main() {}
+//! `tandem-engine`: serves one model as prefill, decode or both.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tandem_engine::serve::{flags::Flags, process};
+
+fn main() -> ExitCode {
+    process::run(Flags::parse())
+}

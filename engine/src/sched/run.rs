@@ -27,15 +27,15 @@ pub(super) fn run(shared: &Arc<Shared>, executor: Box<dyn Executor>) {
         queue: VecDeque::new(),
         step: 0,
     };
-    let why = match catch_unwind(AssertUnwindSafe(|| run.run())) {
-        Ok(()) => "the engine is shutting down".to_owned(),
+    let (reason, why) = match catch_unwind(AssertUnwindSafe(|| run.run())) {
+        Ok(()) => (Reason::Draining, "the engine is shutting down".to_owned()),
         Err(panic) => {
             let text = panic
                 .downcast_ref::<String>()
                 .map(String::as_str)
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
-            format!("a step panicked: {text}")
+            (Reason::Internal, format!("a step panicked: {text}"))
         }
     };
     shared.idle();
@@ -46,11 +46,11 @@ pub(super) fn run(shared: &Arc<Shared>, executor: Box<dyn Executor>) {
         (std::mem::take(&mut inbox.arrivals), std::mem::take(&mut inbox.prefills))
     };
     for seq in run.running.drain(..).chain(arrivals) {
-        seq.fail(shared.failure(Reason::Internal, why.clone()));
+        seq.fail(shared.failure(reason, why.clone()));
     }
     for waiting in run.queue.drain(..).chain(prefills) {
         shared.left_queue(&waiting);
-        waiting.mailbox.fail(shared.failure(Reason::Internal, why.clone()));
+        waiting.mailbox.fail(shared.failure(reason, why.clone()));
     }
     shared.running_prompt_tokens.store(0, Ordering::Release);
     shared.publish_load();

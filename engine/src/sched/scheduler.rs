@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use tandem_wire::{Failure, Reason};
@@ -175,14 +175,20 @@ impl Scheduler {
         self.shared().health.subscribe()
     }
 
-    /// How long the step that runs has shown no sign of life (no layer done); `None`: no step runs.
-    pub fn silent_for(&self) -> Option<Duration> {
-        self.shared().silent_for()
+    /// Changes with each layer that the running step has done; `None`: no step runs.
+    pub fn beat(&self) -> Option<u64> {
+        self.shared().beat_now()
     }
 
     /// Declares the loop dead, because its step hangs: whatever waits for it fails at once, nothing is admitted any more.
     pub fn give_up(&self, why: &str) {
         self.shared().die(why);
+    }
+
+    /// Ends the loop after the step that runs: whatever is not over fails.
+    pub fn shut_down(&self) {
+        self.shared().stop.store(true, Ordering::Release);
+        self.shared().wake();
     }
 
     /// The knobs in effect.

@@ -58,8 +58,9 @@ pub(super) struct Shared {
     born: Instant,
     /// Microseconds since `born` of the last end of a step, or of the last look at an empty batch.
     last_step: AtomicU64,
-    /// Microseconds since `born` of the last layer of the step that runs; 0: no step runs.
+    /// Counts the layers that were done; 0: no step runs.
     in_step: AtomicU64,
+    beats: AtomicU64,
     pub(super) load: watch::Sender<LoadSnapshot>,
     pub(super) health: watch::Sender<Health>,
     pub(super) thread: OnceLock<Thread>,
@@ -109,6 +110,7 @@ impl Shared {
             born,
             last_step: AtomicU64::new(0),
             in_step: AtomicU64::new(0),
+            beats: AtomicU64::new(0),
             load: watch::Sender::new(load),
             health: watch::Sender::new(Health::Alive),
             thread: OnceLock::new(),
@@ -132,14 +134,15 @@ impl Shared {
 
     /// A layer of the running step is done.
     pub(super) fn beat(&self) {
-        self.in_step.store(self.since_born().max(1), Ordering::Release);
+        let beat = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
+        self.in_step.store(beat, Ordering::Release);
     }
 
-    /// Time since the running step last showed life.
-    pub(super) fn silent_for(&self) -> Option<Duration> {
+    /// The last one, while a step runs.
+    pub(super) fn beat_now(&self) -> Option<u64> {
         match self.in_step.load(Ordering::Acquire) {
             0 => None,
-            beat => Some(Duration::from_micros(self.since_born().saturating_sub(beat))),
+            beat => Some(beat),
         }
     }
 

@@ -499,13 +499,15 @@ async fn a_panic_in_a_step_fails_everything_and_is_seen_from_outside() {
 #[tokio::test]
 async fn a_step_that_hangs_is_seen_and_its_requests_can_be_told() {
     let (scheduler, control) = start(&FakeConfig::default(), Role::Unified, SchedKnobs::default());
-    assert_eq!(scheduler.silent_for(), None);
+    assert_eq!(scheduler.beat(), None);
     control.pause();
     let stream = generate(&scheduler, &prompt(1, 20), params(9)).unwrap();
     control.wait_until_held();
-    let silent = scheduler.silent_for().unwrap();
-    std::thread::sleep(Duration::from_millis(1));
-    assert!(scheduler.silent_for().unwrap() > silent);
+    let beat = scheduler.beat();
+    assert!(beat.is_some());
+    control.allow(1);
+    control.wait_until_held();
+    assert_ne!(scheduler.beat(), beat, "each layer shows");
     scheduler.give_up("a step shows no sign of life");
     let failure = collect(stream).await.unwrap_err();
     assert_eq!(failure.reason, Reason::Internal);
@@ -833,6 +835,7 @@ async fn the_last_handle_dropped_ends_the_loop_and_tells_its_requests() {
     let stream = generate(&scheduler, &prompt(1, 20), params(900)).unwrap();
     drop(scheduler);
     let failure = collect(stream).await.unwrap_err();
+    assert_eq!(failure.reason, Reason::Draining);
     assert!(failure.detail.contains("shutting down"), "{failure}");
     assert_eq!(cache.stats().held, 0);
 }

@@ -1,0 +1,146 @@
+//! The `Engine` service: who this is, how loaded, which knobs; Generate is next door.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::Stream;
+use prost::Message;
+use tandem_wire::proto::engine_server::Engine;
+use tandem_wire::proto::{
+    DrainRequest, DrainResponse, EngineInfo, FlushRequest, FlushResponse, GenerateEvent, GenerateRequest,
+    GetInfoRequest, Knobs, Load, SetKnobsRequest, WatchLoadRequest,
+};
+use tandem_wire::reason::FAILURE_KEY;
+use tandem_wire::{Failure, Reason};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataValue;
+use tonic::{Request, Response, Status};
+
+use super::generate;
+use super::node::Shared;
+use crate::sched::knobs::MAX_TIMER_MS;
+
+/// Between two load reports, unless the caller asks for another interval.
+const LOAD_INTERVAL: Duration = Duration::from_millis(100);
+/// A load report comes at least this often.
+const LOAD_AT_LEAST: Duration = Duration::from_secs(1);
+
+pub(super) struct EngineService(pub(super) Arc<Shared>);
+
+impl Shared {
+    /// A refused call; with NO_CAPACITY it carries the load.
+    pub(super) fn refuse(&self, failure: &Failure) -> Status {
+        let mut status = failure.to_status();
+        let wire = self.failure_to_wire(failure);
+        let value = MetadataValue::from_bytes(&wire.encode_to_vec());
+        status.metadata_mut().insert_bin(FAILURE_KEY, value);
+        status
+    }
+
+    pub(super) fn failure_to_wire(&self, failure: &Failure) -> tandem_wire::proto::Failure {
+        let mut wire = failure.to_wire();
+        if failure.reason == Reason::NoCapacity {
+            wire.load = Some(self.scheduler.load_now().to_wire(self.boot_id));
+        }
+        wire
+    }
+}
+
+#[tonic::async_trait]
+impl Engine for EngineService {
+    type GenerateStream = ReceiverStream<Result<GenerateEvent, Status>>;
+    type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<Load, Status>> + Send>>;
+
+    async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        let events = generate::start(&self.0, request.into_inner()).map_err(|failure| self.0.refuse(&failure))?;
+        Ok(Response::new(events))
+    }
+
+    async fn get_info(&self, _: Request<GetInfoRequest>) -> Result<Response<EngineInfo>, Status> {
+        let shared = &self.0;
+        let spec = shared.scheduler.spec();
+        Ok(Response::new(EngineInfo {
+            boot_id: shared.boot_id.to_wire(),
+            role: shared.scheduler.role().to_wire().into(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model_name: shared.model_name.clone(),
+            model_hash: spec.hash.to_vec().into(),
+            layout: Some(spec.layout.to_wire()),
+            max_length_tokens: spec.max_length_tokens,
+            vocab_size: spec.vocab_size,
+            backend: spec.backend.to_owned(),
+            knobs: Some(shared.all_knobs().to_wire()),
+            total_pages: spec.total_pages,
+            uptime_ms: shared.started.elapsed().as_millis() as u64,
+            end_token_ids: spec.end_tokens.clone(),
+        }))
+    }
+
+    async fn set_knobs(&self, request: Request<SetKnobsRequest>) -> Result<Response<Knobs>, Status> {
+        let shared = &self.0;
+        let request = request.into_inner();
+        shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+        let change = request.knobs.unwrap_or_default();
+        let _one_at_a_time = shared.knobs.lock();
+        let knobs = shared
+            .all_knobs()
+            .with(&change, shared.scheduler.spec())
+            .and_then(|knobs| shared.scheduler.set_knobs(knobs.sched).map(|()| knobs))
+            .map_err(|range| shared.refuse(&shared.failure(Reason::Invalid, range.to_string())))?;
+        shared.timers.update(|timers| *timers = knobs.timers);
+        tracing::info!(?knobs, "knobs changed");
+        Ok(Response::new(knobs.to_wire()))
+    }
+
+    async fn watch_load(&self, request: Request<WatchLoadRequest>) -> Result<Response<Self::WatchLoadStream>, Status> {
+        let request = request.into_inner();
+        let shared = Arc::clone(&self.0);
+        if !request.boot_id.is_empty() {
+            shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+        }
+        let pause = match request.min_interval_ms {
+            0 => LOAD_INTERVAL,
+            ms => Duration::from_millis(ms.into()).min(LOAD_AT_LEAST),
+        };
+        let loads = async_stream::stream! {
+            let mut changes = shared.scheduler.load();
+            loop {
+                changes.borrow_and_update();
+                yield Ok(shared.scheduler.load_now().to_wire(shared.boot_id));
+                let next = async {
+                    tokio::time::sleep(pause).await;
+                    let _ = tokio::time::timeout(LOAD_AT_LEAST.saturating_sub(pause), changes.changed()).await;
+                };
+                tokio::select! {
+                    () = next => {}
+                    () = shared.closing.cancelled() => return,
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(loads)))
+    }
+
+    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
+        let shared = &self.0;
+        let request = request.into_inner();
+        shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+        shared.set_draining(!request.resume);
+        let remaining = if request.resume {
+            shared.scheduler.remaining()
+        } else {
+            let limit = Duration::from_millis(request.deadline_ms.min(MAX_TIMER_MS));
+            shared.drained(tokio::time::Instant::now() + limit).await
+        };
+        Ok(Response::new(DrainResponse { remaining }))
+    }
+
+    async fn flush(&self, request: Request<FlushRequest>) -> Result<Response<FlushResponse>, Status> {
+        let shared = &self.0;
+        shared
+            .check_boot(&request.into_inner().boot_id)
+            .map_err(|f| shared.refuse(&f))?;
+        let freed_pages = shared.scheduler.cache().flush();
+        Ok(Response::new(FlushResponse { freed_pages }))
+    }
+}

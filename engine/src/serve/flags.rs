@@ -1,0 +1,263 @@
+//! The command line.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use tandem_telemetry::LogFormat;
+
+use crate::model::{KvBudget, LoadOptions};
+use crate::sched::knobs::MAX_TIMER_MS;
+use crate::sched::{Role, SchedKnobs};
+use crate::transfer::{KeepAlive, TimerValues};
+
+/// What computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BackendFlag {
+    /// The best that this machine has.
+    Auto,
+    /// The CPU.
+    Cpu,
+}
+
+/// Serves one model as prefill, decode or both.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "tandem-engine", version, about, max_term_width = 120)]
+pub struct Flags {
+    /// What this engine is for: prefill, decode or unified
+    #[arg(long)]
+    pub role: Role,
+    /// The model, a GGUF file
+    #[arg(long, value_name = "FILE")]
+    pub model: PathBuf,
+    /// What computes
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: BackendFlag,
+    /// The model's name in GetInfo [default: as the file calls itself]
+    #[arg(long, value_name = "NAME")]
+    pub served_name: Option<String>,
+    /// gRPC: Engine, KvTransfer.Prefill, grpc.health.v1
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7101")]
+    pub listen: SocketAddr,
+    /// gRPC: KvTransfer.Fetch, KV bytes on connections of their own (prefill and unified)
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
+    pub data_listen: SocketAddr,
+    /// Where decode engines reach the data port [default: its port, on the host that they dialled]
+    #[arg(long, value_name = "HOST:PORT", value_parser = endpoint)]
+    pub advertise_data: Option<String>,
+    /// HTTP: /metrics, /livez, /readyz
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7102")]
+    pub ops_listen: SocketAddr,
+    /// Compute threads [default: the cores that this process may use]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub threads: Option<u32>,
+    /// KV cache, in pages
+    #[arg(long, value_name = "N", conflicts_with = "kv_memory_mib", value_parser = clap::value_parser!(u32).range(1..))]
+    pub kv_pages: Option<u32>,
+    /// KV cache, in MiB
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    pub kv_memory_mib: u64,
+    /// Tokens of a KV page, a multiple of 8
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = page_tokens)]
+    pub page_tokens: u32,
+    /// The longest sequence, prompt and answer [default: the model's, or what the KV cache holds]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub max_length_tokens: Option<u32>,
+    /// The most prompt tokens of one sequence in one step
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub chunked_prefill_tokens: u32,
+    /// The most sequences at once
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4_096))]
+    pub max_running: u32,
+    /// The token budget of one step [default: a chunk and a token for each sequence]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=131_072))]
+    pub step_tokens: Option<u32>,
+    /// Neither keep nor match prefixes
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// The most prefills that wait for a place
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub prefill_queue: u32,
+    /// The longest wait in the prefill queue
+    #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = millis())]
+    pub queue_ms: u64,
+    /// From dialling a prefill until it accepts
+    #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = millis())]
+    pub rendezvous_ms: u64,
+    /// A prefill without progress of chunk or layer
+    #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = millis())]
+    pub progress_ms: u64,
+    /// KV bytes are due and none comes
+    #[arg(long, value_name = "MS", default_value_t = 10_000, value_parser = millis())]
+    pub stall_ms: u64,
+    /// A transfer that has neither ended nor moved; a step without a layer done
+    #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = millis())]
+    pub watchdog_ms: u64,
+    /// Finished KV is held this long without a renewal
+    #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = millis())]
+    pub lease_ms: u64,
+    /// Time between HTTP/2 pings
+    #[arg(long, value_name = "MS", default_value_t = 5_000, value_parser = millis())]
+    pub keepalive_interval_ms: u64,
+    /// A ping unanswered this long: the peer is lost
+    #[arg(long, value_name = "MS", default_value_t = 15_000, value_parser = millis())]
+    pub keepalive_timeout_ms: u64,
+    /// After SIGTERM: the longest wait for requests to end
+    #[arg(long, value_name = "MS", default_value_t = 90_000, value_parser = clap::value_parser!(u64).range(0..=MAX_TIMER_MS))]
+    pub drain_ms: u64,
+    /// text or json
+    #[arg(long, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+}
+
+fn millis() -> clap::builder::RangedU64ValueParser<u64> {
+    clap::value_parser!(u64).range(1..=MAX_TIMER_MS)
+}
+
+fn page_tokens(text: &str) -> Result<u32, String> {
+    let tokens: u32 = text.parse().map_err(|e| format!("{e}"))?;
+    if tokens == 0 || tokens > 4_096 || !tokens.is_multiple_of(8) {
+        return Err(format!("{tokens} is not a multiple of 8 in 8..=4096"));
+    }
+    Ok(tokens)
+}
+
+/// host:port, where the host may be empty.
+fn endpoint(text: &str) -> Result<String, String> {
+    let port = text.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
+    match port {
+        Some(port) if port > 0 => Ok(text.to_owned()),
+        _ => Err(format!("{text:?} is not HOST:PORT")),
+    }
+}
+
+/// Room for knobs that grow while the engine runs: buffers are made once, when the model is loaded.
+const STEP_TOKENS_ROOM: u32 = 512;
+const SEQUENCES_ROOM: u32 = 32;
+
+impl Flags {
+    /// What the scheduler starts with.
+    pub fn knobs(&self) -> SchedKnobs {
+        SchedKnobs {
+            chunked_prefill_tokens: self.chunked_prefill_tokens,
+            max_running: self.max_running,
+            step_tokens: self
+                .step_tokens
+                .unwrap_or(self.chunked_prefill_tokens + self.max_running),
+            prefix_cache: !self.no_prefix_cache,
+            prefill_queue: self.prefill_queue,
+            queue_ms: self.queue_ms,
+        }
+    }
+
+    /// What transfers start with.
+    pub fn timers(&self) -> TimerValues {
+        TimerValues {
+            queue: Duration::from_millis(self.queue_ms),
+            rendezvous: Duration::from_millis(self.rendezvous_ms),
+            progress: Duration::from_millis(self.progress_ms),
+            stall: Duration::from_millis(self.stall_ms),
+            watchdog: Duration::from_millis(self.watchdog_ms),
+            lease: Duration::from_millis(self.lease_ms),
+        }
+    }
+
+    /// Pings.
+    pub fn keep_alive(&self) -> KeepAlive {
+        KeepAlive {
+            interval: Duration::from_millis(self.keepalive_interval_ms),
+            timeout: Duration::from_millis(self.keepalive_timeout_ms),
+        }
+    }
+
+    /// What to load, and how large.
+    pub fn load_options(&self) -> LoadOptions {
+        let knobs = self.knobs();
+        let defaults = LoadOptions::new(&self.model);
+        LoadOptions {
+            threads: self.threads.map_or(defaults.threads, |n| n as usize),
+            kv: self.kv_pages.map_or(KvBudget::Mib(self.kv_memory_mib), KvBudget::Pages),
+            page_tokens: self.page_tokens,
+            max_length_tokens: self.max_length_tokens,
+            max_step_tokens: STEP_TOKENS_ROOM
+                .max(knobs.step_tokens)
+                .max(knobs.chunked_prefill_tokens),
+            max_step_seqs: SEQUENCES_ROOM.max(knobs.max_running),
+            ..defaults
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(more: &[&str]) -> Result<Flags, clap::Error> {
+        let base = ["tandem-engine", "--role", "decode", "--model", "m.gguf"];
+        Flags::try_parse_from(base.iter().chain(more))
+    }
+
+    #[test]
+    fn defaults_are_the_documented_ones() {
+        let flags = parse(&[]).unwrap();
+        assert_eq!(flags.knobs(), SchedKnobs::default());
+        assert_eq!(flags.timers(), TimerValues::default());
+        assert_eq!(flags.keep_alive(), KeepAlive::default());
+        let options = flags.load_options();
+        assert_eq!((options.kv, options.page_tokens), (KvBudget::Mib(512), 16));
+        assert_eq!((options.max_step_tokens, options.max_step_seqs), (512, 32));
+    }
+
+    #[test]
+    fn buffers_grow_with_the_knobs_that_need_them() {
+        let flags = parse(&[
+            "--chunked-prefill-tokens",
+            "1000",
+            "--max-running",
+            "64",
+            "--kv-pages",
+            "9",
+        ])
+        .unwrap();
+        let options = flags.load_options();
+        assert_eq!(flags.knobs().step_tokens, 1_064);
+        assert_eq!((options.max_step_tokens, options.max_step_seqs), (1_064, 64));
+        assert_eq!(options.kv, KvBudget::Pages(9));
+    }
+
+    #[test]
+    fn a_value_out_of_range_is_refused_and_its_flag_named() {
+        for (flag, value) in [
+            ("--role", "both"),
+            ("--backend", "cuda"),
+            ("--page-tokens", "12"),
+            ("--page-tokens", "0"),
+            ("--threads", "0"),
+            ("--kv-pages", "0"),
+            ("--kv-memory-mib", "0"),
+            ("--max-length-tokens", "1"),
+            ("--chunked-prefill-tokens", "0"),
+            ("--max-running", "0"),
+            ("--step-tokens", "1"),
+            ("--prefill-queue", "0"),
+            ("--queue-ms", "0"),
+            ("--stall-ms", "0"),
+            ("--watchdog-ms", "86400001"),
+            ("--keepalive-timeout-ms", "-1"),
+            ("--advertise-data", "host"),
+            ("--listen", "localhost"),
+            ("--log-format", "xml"),
+        ] {
+            let args = ["tandem-engine", "--model", "m.gguf", flag, value];
+            let role = if flag == "--role" {
+                &[][..]
+            } else {
+                &["--role", "decode"][..]
+            };
+            let error = Flags::try_parse_from(args.iter().chain(role)).unwrap_err();
+            assert!(error.to_string().contains(flag), "{flag} {value}: {error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+}

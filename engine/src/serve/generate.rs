@@ -1,0 +1,310 @@
+//! One request: admission at once, the prompt's KV pulled or computed, tokens, usage.
+//!
+//! The request runs in a task of its own, not in the response stream: a reader that stops reading stops neither timers nor
+//! deadline. The task ends when the reader is gone, and everything that the request holds goes with it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tandem_wire::proto::generate_event::Event;
+use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, OnPrefillFailure, phase::Kind as PhaseKind};
+use tandem_wire::{BootId, Failure, Reason, TransferKey};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::node::Shared;
+use crate::exec::SampleParams;
+use crate::sched::{Admission, Admitted, Cause, GenParams, SeqEvent, Stops};
+use crate::transfer::{PullRequest, Pulled};
+
+/// Events that wait for a slow reader; tokens beyond wait in the sequence's mailbox, bounded by the request.
+const EVENTS: usize = 16;
+/// No model has more.
+const MAX_STOP_TOKENS: usize = 256;
+/// Longer request ids are cut.
+const MAX_REQUEST_ID: usize = 128;
+/// Above it every token is as likely as any other.
+const MAX_TEMPERATURE: f32 = 100.0;
+
+type Events = mpsc::Sender<Result<GenerateEvent, Status>>;
+
+/// The reader of the events is gone.
+struct Gone;
+
+/// A request whose every field was read.
+struct Asked {
+    request_id: String,
+    prompt: Arc<[u32]>,
+    sampling: SampleParams,
+    stops: Stops,
+    peer: Option<(TransferKey, String, BootId)>,
+    recompute: bool,
+    deadline: Option<Instant>,
+    gather: bool,
+}
+
+/// Checks and admits a request and starts its task; the error refuses the call.
+pub(super) fn start(
+    shared: &Arc<Shared>,
+    request: GenerateRequest,
+) -> Result<ReceiverStream<Result<GenerateEvent, Status>>, Failure> {
+    shared.check_boot(&request.boot_id)?;
+    let asked = read(shared, request)?;
+    let admitted = shared.scheduler.admit(&Admission {
+        prompt: Arc::clone(&asked.prompt),
+        max_new_tokens: asked.stops.max_new_tokens,
+        pulled: asked.peer.is_some(),
+    })?;
+    let (events, reader) = mpsc::channel(EVENTS);
+    let shared = Arc::clone(shared);
+    let tracker = shared.requests.clone();
+    tracker.spawn(async move {
+        let gone = events.clone();
+        tokio::select! {
+            biased;
+            () = gone.closed() => tracing::debug!("the caller left"),
+            () = shared.closing.cancelled() => {
+                let failure = shared.failure(Reason::Draining, "this engine is shutting down; use another");
+                let _ = fail(&shared, &events, &failure).await;
+            }
+            _ = serve(&shared, asked, admitted, &events) => {}
+        }
+    });
+    Ok(ReceiverStream::new(reader))
+}
+
+fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
+    let invalid = |detail: String| shared.failure(Reason::Invalid, detail);
+    let role = shared.scheduler.role();
+    if !role.generates() {
+        return Err(invalid(format!(
+            "a {} engine does not serve Generate; use a decode or unified engine",
+            role.name()
+        )));
+    }
+    let sampling = request.sampling.unwrap_or_default();
+    if !(0.0..=MAX_TEMPERATURE).contains(&sampling.temperature) {
+        let found = sampling.temperature;
+        return Err(invalid(format!(
+            "sampling.temperature is {found}, allowed is 0 to {MAX_TEMPERATURE}"
+        )));
+    }
+    if !(0.0..=1.0).contains(&sampling.top_p) {
+        let found = sampling.top_p;
+        return Err(invalid(format!("sampling.top_p is {found}, allowed is 0 (unset) to 1")));
+    }
+    if request.stop_token_ids.len() > MAX_STOP_TOKENS {
+        let found = request.stop_token_ids.len();
+        return Err(invalid(format!(
+            "stop_token_ids has {found} entries, allowed are {MAX_STOP_TOKENS}"
+        )));
+    }
+    let peer = match &request.prefill {
+        None => None,
+        Some(peer) => {
+            let key = TransferKey::from_wire(request.key.as_ref()).map_err(|e| invalid(format!("key: {e}")))?;
+            let boot = BootId::from_wire(&peer.boot_id).map_err(|e| invalid(format!("prefill: {e}")))?;
+            if peer.endpoint.is_empty() {
+                return Err(invalid("prefill.endpoint is empty".to_owned()));
+            }
+            Some((key, peer.endpoint.clone(), boot))
+        }
+    };
+    let recompute = request.on_prefill_failure() == OnPrefillFailure::Recompute;
+    let mut request_id = request.request_id;
+    if let Some((end, _)) = request_id.char_indices().nth(MAX_REQUEST_ID) {
+        request_id.truncate(end);
+    }
+    let remaining = (request.remaining_ms > 0).then(|| Duration::from_millis(request.remaining_ms));
+    Ok(Asked {
+        request_id,
+        prompt: request.prompt_tokens.into(),
+        sampling: SampleParams {
+            temperature: sampling.temperature,
+            top_p: if sampling.top_p == 0.0 { 1.0 } else { sampling.top_p },
+            seed: sampling.seed,
+        },
+        stops: Stops {
+            stop_token_ids: request.stop_token_ids,
+            ignore_eos: request.ignore_eos,
+            max_new_tokens: request.max_new_tokens,
+        },
+        peer,
+        recompute,
+        deadline: remaining.and_then(|r| Instant::now().checked_add(r)),
+        gather: request.batch_tokens,
+    })
+}
+
+async fn send(events: &Events, event: Event) -> Result<(), Gone> {
+    events
+        .send(Ok(GenerateEvent { event: Some(event) }))
+        .await
+        .map_err(|_| Gone)
+}
+
+async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
+    send(events, Event::Phase(proto::Phase { kind: kind.into() })).await
+}
+
+async fn fail(shared: &Shared, events: &Events, failure: &Failure) -> Result<(), Gone> {
+    send(events, Event::Failure(shared.failure_to_wire(failure))).await
+}
+
+/// Everything after admission.
+async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Events) -> Result<(), Gone> {
+    let boot_id = shared.boot_id.to_wire();
+    send(events, Event::Started(proto::Started { boot_id })).await?;
+    let mut usage = proto::Usage {
+        prompt_tokens: asked.prompt.len() as u32,
+        ..proto::Usage::default()
+    };
+    let Some((key, endpoint, boot)) = asked.peer.clone() else {
+        phase(events, PhaseKind::Prefill).await?;
+        return generate(shared, asked, admitted, None, usage, events).await;
+    };
+    let pulled = pull(shared, &asked, &admitted, (key, endpoint, boot), events).await;
+    match pulled {
+        Ok(pulled) => {
+            usage.cached_tokens = pulled.cached_tokens;
+            usage.moved_tokens = pulled.moved_tokens;
+            usage.moved_bytes = pulled.moved_bytes;
+            usage.queue_us = pulled.queue_us;
+            usage.prefill_us = pulled.prefill_us;
+            usage.transfer_us = pulled.transfer_us;
+            if let Some(cause) = pulled.finished {
+                // no KV came and none is needed
+                drop(admitted);
+                if cause == Cause::Length {
+                    usage.completion_tokens = 1;
+                    let ids = vec![pulled.first_token];
+                    send(events, Event::Tokens(proto::Tokens { ids })).await?;
+                }
+                return finish(events, cause, usage).await;
+            }
+            generate(shared, asked, admitted, Some(pulled.first_token), usage, events).await
+        }
+        Err(failure) if asked.recompute && recomputable(&failure, asked.deadline) => {
+            tracing::info!(%key, request_id = asked.request_id, "prefilling here: {failure}");
+            let admitted = match computable(shared, &asked, admitted) {
+                Ok(admitted) => admitted,
+                Err(refused) => return fail(shared, events, &refused).await,
+            };
+            usage.recomputed = true;
+            phase(events, PhaseKind::Prefill).await?;
+            generate(shared, asked, admitted, None, usage, events).await
+        }
+        Err(failure) => {
+            // the caller may try again at once: what this attempt held is free before it knows
+            drop(admitted);
+            fail(shared, events, &failure).await
+        }
+    }
+}
+
+/// Pulls the prompt's KV, telling where it waits.
+async fn pull(
+    shared: &Shared,
+    asked: &Asked,
+    admitted: &Admitted,
+    (key, endpoint, boot_id): (TransferKey, String, BootId),
+    events: &Events,
+) -> Result<Pulled, Failure> {
+    let request = PullRequest {
+        key,
+        endpoint,
+        boot_id,
+        prompt: Arc::clone(&asked.prompt),
+        pages: Arc::clone(&admitted.pages),
+        have_tokens: admitted.pages.cached_tokens(),
+        sampling: asked.sampling,
+        stops: asked.stops.clone(),
+        remaining: asked.deadline.map(|d| d.saturating_duration_since(Instant::now())),
+        request_id: asked.request_id.clone(),
+    };
+    let told = |kind: PhaseKind| {
+        // a hint: where the channel is full its reader has other things to read first
+        let event = Event::Phase(proto::Phase { kind: kind.into() });
+        let _ = events.try_send(Ok(GenerateEvent { event: Some(event) }));
+    };
+    shared.puller.pull(request, told).await
+}
+
+/// Is the prefill, or the way to it, at fault, and is there time left to do its work here?
+fn recomputable(failure: &Failure, deadline: Option<Instant>) -> bool {
+    failure.meaning().http >= 500 && deadline.is_none_or(|d| Instant::now() < d)
+}
+
+/// Pages into which this engine may compute. With the whole prompt cached there is no page left for its last token.
+fn computable(shared: &Shared, asked: &Asked, admitted: Admitted) -> Result<Admitted, Failure> {
+    if (admitted.pages.cached_tokens() as usize) < asked.prompt.len() {
+        return Ok(admitted);
+    }
+    drop(admitted);
+    shared.scheduler.admit(&Admission {
+        prompt: Arc::clone(&asked.prompt),
+        max_new_tokens: asked.stops.max_new_tokens,
+        pulled: false,
+    })
+}
+
+/// Runs the sequence to its end. `first`: the token that prefill sampled; without it the prompt is computed here.
+async fn generate(
+    shared: &Shared,
+    asked: Asked,
+    admitted: Admitted,
+    first: Option<u32>,
+    mut usage: proto::Usage,
+    events: &Events,
+) -> Result<(), Gone> {
+    let computed = first.map_or(admitted.pages.cached_tokens(), |_| usage.prompt_tokens);
+    let mut stream = shared.scheduler.generate(
+        admitted,
+        GenParams {
+            sampling: asked.sampling,
+            max_new_tokens: asked.stops.max_new_tokens,
+            stop_token_ids: asked.stops.stop_token_ids,
+            ignore_eos: asked.stops.ignore_eos,
+            first,
+            computed,
+            deadline: asked.deadline,
+            gather: asked.gather,
+        },
+    );
+    let mut decoding = false;
+    loop {
+        match stream.recv().await {
+            Some(SeqEvent::Tokens(ids)) => {
+                if !std::mem::replace(&mut decoding, true) {
+                    phase(events, PhaseKind::Decode).await?;
+                }
+                send(events, Event::Tokens(proto::Tokens { ids })).await?;
+            }
+            Some(SeqEvent::Finished(done)) => {
+                usage.completion_tokens = done.completion_tokens;
+                usage.computed_tokens = done.computed_tokens;
+                usage.decode_us = done.decode.as_micros() as u64;
+                if first.is_none() {
+                    usage.cached_tokens = done.cached_tokens;
+                    usage.queue_us = done.queue.as_micros() as u64;
+                    usage.prefill_us = done.prefill.as_micros() as u64;
+                }
+                return finish(events, done.cause, usage).await;
+            }
+            Some(SeqEvent::Failed(failure)) => return fail(shared, events, &failure).await,
+            None => {
+                let failure = shared.failure(Reason::Internal, "the sequence ended without a word");
+                return fail(shared, events, &failure).await;
+            }
+        }
+    }
+}
+
+async fn finish(events: &Events, cause: Cause, usage: proto::Usage) -> Result<(), Gone> {
+    let finished = proto::Finished {
+        cause: cause.to_wire().into(),
+        usage: Some(usage),
+    };
+    send(events, Event::Finished(finished)).await
+}

@@ -1,0 +1,147 @@
+//! From the command line to the exit code.
+//!
+//! Order matters: logs first; signals are caught before anything can take long; health answers before the model loads; an
+//! address that is taken is told before the model loads; requests are accepted only when they can be answered.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use tandem_telemetry::{Metrics, OpsServer, Readiness, State, init_logs};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use super::flags::Flags;
+use super::listen::Reserved;
+use super::node::{Node, NodeConfig};
+use crate::exec::Executor;
+use crate::model::{LoadError, LoadOptions, load};
+
+type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Threads for gRPC. The model's own threads compute; these only move small messages and copy KV.
+const SERVING_THREADS: usize = 2;
+
+/// Runs an engine: 0 after a clean end, 1 after an error (told on stderr), 2 for a wrong command line (told by the parser).
+pub fn run(flags: Flags) -> ExitCode {
+    let outcome = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(SERVING_THREADS)
+        .enable_all()
+        .build()
+        .map_err(AnyError::from)
+        .and_then(|runtime| {
+            let outcome = runtime.block_on(serve(flags));
+            // a load that was given up goes on in its thread; it must not keep the process
+            runtime.shutdown_background();
+            outcome
+        });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "tandem-engine: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// SIGTERM or SIGINT.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn install() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+async fn serve(flags: Flags) -> Result<(), AnyError> {
+    init_logs("tandem-engine", flags.log_format)?;
+    let mut signals = Signals::install()?;
+    let metrics = Metrics::new("tandem-engine", env!("CARGO_PKG_VERSION"));
+    let readiness = Readiness::default();
+    let ops = OpsServer::start(flags.ops_listen, metrics.clone(), readiness.clone())?;
+    let control = Reserved::bind(flags.listen, "gRPC", "--listen")?;
+    let data = if flags.role.hands_out() {
+        Some(Reserved::bind(flags.data_listen, "KV data", "--data-listen")?)
+    } else {
+        None
+    };
+
+    let loading = load_beside(flags.load_options(), readiness.clone())?;
+    let executor = tokio::select! {
+        loaded = loading => loaded.map_err(|_| "the model's loader panicked; its log says where")??,
+        signal = signals.next() => {
+            tracing::info!(signal, "told to end while the model loads");
+            return Ok(());
+        }
+    };
+
+    let config = NodeConfig {
+        role: flags.role,
+        served_name: flags.served_name.clone(),
+        knobs: flags.knobs(),
+        timers: flags.timers(),
+        keep_alive: flags.keep_alive(),
+        advertise: flags.advertise_data.clone(),
+    };
+    let node = Node::start(executor, config, control, data, &metrics, &readiness)?;
+    let spec = node.scheduler().spec();
+    tracing::info!(
+        role = flags.role.name(),
+        model = spec.name,
+        backend = spec.backend,
+        boot_id = %node.boot_id(),
+        listen = %node.control_addr(),
+        data_listen = node.data_addr().map(tracing::field::display),
+        ops_listen = %ops.addr(),
+        pages = spec.total_pages,
+        page_tokens = spec.page_tokens,
+        max_length_tokens = spec.max_length_tokens,
+        "serving"
+    );
+    let handle = node.handle();
+    let running = tokio::spawn(node.run());
+    tokio::pin!(running);
+    let signal = tokio::select! {
+        ended = &mut running => return Ok(ended??),
+        signal = signals.next() => signal,
+    };
+    tracing::info!(signal, limit_ms = flags.drain_ms, "draining");
+    tokio::select! {
+        left = handle.drain(std::time::Duration::from_millis(flags.drain_ms)) => match left {
+            0 => tracing::info!("drained"),
+            left => tracing::warn!(left, "the drain's time is over, the requests left fail"),
+        },
+        signal = signals.next() => tracing::warn!(signal, "told to end at once, the requests left fail"),
+        ended = &mut running => return Ok(ended??),
+    }
+    handle.close();
+    Ok(running.await??)
+}
+
+/// Loads in a thread of its own, so that signals and health are served meanwhile.
+fn load_beside(
+    options: LoadOptions,
+    readiness: Readiness,
+) -> std::io::Result<oneshot::Receiver<Result<Box<dyn Executor>, LoadError>>> {
+    let (done, loading) = oneshot::channel();
+    std::thread::Builder::new().name("loader".into()).spawn(move || {
+        let loaded = load(&options, &mut |percent| {
+            readiness.set(State::Loading { percent });
+        });
+        // nobody waits any more if a signal came first
+        let _ = done.send(loaded);
+    })?;
+    Ok(loading)
+}
