@@ -79,6 +79,7 @@ pub struct Metrics {
     retries: Family<ForReason, Counter>,
     upstream_up: Family<Upstream, Gauge>,
     upstream_in_flight: Family<Upstream, Gauge>,
+    upstream_occupied: Family<Upstream, Gauge>,
     /// Requests whose answer is not complete.
     pub in_flight: Gauge,
     /// Open client connections.
@@ -154,6 +155,7 @@ impl Metrics {
             retries: Family::default(),
             upstream_up: Family::default(),
             upstream_in_flight: Family::default(),
+            upstream_occupied: Family::default(),
             in_flight: Gauge::default(),
             connections: Gauge::default(),
             queue_depth: Gauge::default(),
@@ -209,6 +211,11 @@ impl Metrics {
                 "upstream_in_flight",
                 "Requests that this router has at the engine",
                 m.upstream_in_flight.clone(),
+            );
+            registry.register(
+                "upstream_occupied",
+                "Requests at the engine, whoever sent them, by its last report",
+                m.upstream_occupied.clone(),
             );
             registry.register(
                 "in_flight",
@@ -278,17 +285,29 @@ impl Metrics {
             .inc();
     }
 
-    /// The gauges of one engine, up and in flight.
-    pub fn upstream(&self, role: &'static str, endpoint: &str) -> (Gauge, Gauge) {
+    /// The gauges of one engine.
+    pub fn upstream(&self, role: &'static str, endpoint: &str) -> EngineGauges {
         let labels = Upstream {
             role,
             endpoint: endpoint.to_owned(),
         };
-        (
-            self.upstream_up.get_or_create_owned(&labels),
-            self.upstream_in_flight.get_or_create_owned(&labels),
-        )
+        EngineGauges {
+            up: self.upstream_up.get_or_create_owned(&labels),
+            in_flight: self.upstream_in_flight.get_or_create_owned(&labels),
+            occupied: self.upstream_occupied.get_or_create_owned(&labels),
+        }
     }
+}
+
+/// What is shown of one engine.
+#[derive(Debug, Clone)]
+pub struct EngineGauges {
+    /// 1 while it can be used.
+    pub up: Gauge,
+    /// Requests that this router has there.
+    pub in_flight: Gauge,
+    /// Requests there, whoever sent them, by its last report.
+    pub occupied: Gauge,
 }
 
 /// One of something, for as long as it lives.

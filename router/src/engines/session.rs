@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use prometheus_client::metrics::gauge::Gauge;
 use tandem_wire::layout::LayoutError;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, Load, Role};
@@ -15,7 +14,7 @@ use tonic::transport::Channel;
 
 use super::breaker::Breaker;
 use super::{Changed, Side};
-use crate::metrics::Counted;
+use crate::metrics::{Counted, EngineGauges};
 
 /// An engine that said NO_CAPACITY is asked again after its next load report, or after this time.
 const REFUSAL: Duration = Duration::from_secs(1);
@@ -40,7 +39,7 @@ pub struct Session {
     /// Requests that may be at it: sequences it runs at once, for a prefill with its run queue.
     slots: u32,
     standing: Arc<Standing>,
-    gauge: Gauge,
+    gauges: EngineGauges,
     seen: Mutex<Seen>,
     suspect: Notify,
     doubtful: AtomicBool,
@@ -106,7 +105,7 @@ impl Session {
         endpoint: &str,
         client: EngineClient<Channel>,
         info: &EngineInfo,
-        gauge: Gauge,
+        gauges: EngineGauges,
         last: Option<&Self>,
     ) -> Result<Self, Unfit> {
         let endpoint = endpoint.to_owned();
@@ -161,7 +160,7 @@ impl Session {
                 .filter(|last| last.boot == boot)
                 .map(|last| Arc::clone(&last.standing))
                 .unwrap_or_default(),
-            gauge,
+            gauges,
             seen: Mutex::new(Seen {
                 load: Load::default(),
                 own: 0,
@@ -189,6 +188,7 @@ impl Session {
 
     /// Takes a load report.
     pub fn report(&self, load: Load) {
+        self.gauges.occupied.set(reported(&load).into());
         let mut seen = self.seen.lock();
         *seen = Seen {
             load,
@@ -238,8 +238,7 @@ impl Session {
 
     /// What was there at the last report, less what was ours then, with what is ours now.
     fn occupied(&self, seen: &Seen) -> u32 {
-        let reported = seen.load.running + seen.load.waiting + seen.load.transferring;
-        reported
+        reported(&seen.load)
             .saturating_sub(seen.own)
             .saturating_add(self.standing.in_flight.load(Ordering::Relaxed))
     }
@@ -265,6 +264,13 @@ impl Session {
     }
 }
 
+/// Requests at the engine in every state.
+fn reported(load: &Load) -> u32 {
+    load.running
+        .saturating_add(load.waiting)
+        .saturating_add(load.transferring)
+}
+
 /// A request's place at an engine. Dropping it gives the place back, whatever happened.
 #[derive(Debug)]
 pub struct Leg {
@@ -279,7 +285,7 @@ impl Leg {
     pub(super) fn take(session: Arc<Session>, changed: &Arc<Changed>) -> Self {
         session.standing.in_flight.fetch_add(1, Ordering::Relaxed);
         let trial = session.standing.breaker.lock().enter(Instant::now());
-        let gauge = Counted::new(&session.gauge);
+        let gauge = Counted::new(&session.gauges.in_flight);
         Self {
             session,
             changed: Arc::clone(changed),

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use prometheus_client::metrics::gauge::Gauge;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{GetInfoRequest, Load, WatchLoadRequest};
 use tokio::sync::Notify;
@@ -14,6 +13,7 @@ use tonic::{Status, Streaming};
 
 use super::{Changed, Session, Side};
 use crate::config::Config;
+use crate::metrics::EngineGauges;
 
 /// To an engine on the same network; a host that is gone must not hold a request that waits for the probe.
 const DIAL: Duration = Duration::from_secs(2);
@@ -73,14 +73,13 @@ struct Shared {
     keep: Keep,
     link: Mutex<Link>,
     wake: Notify,
-    up: Gauge,
-    in_flight: Gauge,
+    gauges: EngineGauges,
     changed: Arc<Changed>,
 }
 
 impl Worker {
     /// Begins to dial.
-    pub fn start(side: Side, endpoint: &str, keep: Keep, gauges: (Gauge, Gauge), changed: Arc<Changed>) -> Self {
+    pub fn start(side: Side, endpoint: &str, keep: Keep, gauges: EngineGauges, changed: Arc<Changed>) -> Self {
         let shared = Arc::new(Shared {
             side,
             endpoint: endpoint.to_owned(),
@@ -90,8 +89,7 @@ impl Worker {
                 probed: None,
             }),
             wake: Notify::new(),
-            up: gauges.0,
-            in_flight: gauges.1,
+            gauges,
             changed,
         });
         let task = tokio::spawn(Arc::clone(&shared).keep_connected());
@@ -152,9 +150,9 @@ impl Shared {
                         "engine is up"
                     );
                     self.set(Link::Up(Arc::clone(&session)));
-                    self.up.set(1);
+                    self.gauges.up.set(1);
                     let reason = self.watch(&session, loads).await;
-                    self.up.set(0);
+                    self.gauges.up.set(0);
                     tracing::warn!(endpoint = self.endpoint, side = self.side.name(), boot = %session.boot, reason, "engine is gone");
                     self.set(Link::Down { reason, probed: None });
                     if began.elapsed() > LONGEST_PAUSE {
@@ -215,7 +213,7 @@ impl Shared {
             &self.endpoint,
             client.clone(),
             &info,
-            self.in_flight.clone(),
+            self.gauges.clone(),
             last,
         )
         .map_err(|unfit| unfit.to_string())?;

@@ -86,6 +86,13 @@ impl Stack {
         assert!(reached.is_ok(), "{name} is {}, expected {value}", self.sample(name));
     }
 
+    /// Waits until the router knows that so many requests are at `mock`.
+    pub async fn knows_of(&self, mock: &Mock, requests: u32) {
+        let labels = format!("{{role=\"decode\",endpoint=\"{}\"}}", mock.endpoint());
+        self.reaches(&format!("tandem_router_upstream_occupied{labels}"), requests.into())
+            .await;
+    }
+
     /// Waits until nothing of any request is left.
     pub async fn at_rest(&self, engines: &[&Mock]) {
         self.reaches("tandem_router_in_flight", 0.0).await;
