@@ -114,9 +114,8 @@ impl Metadata {
         match self.values.get(key) {
             None => Ok(None),
             Some(Value::Unsigned(value)) => Ok(Some(*value)),
-            Some(Value::Signed(value)) if *value >= 0 => Ok(Some(*value as u64)),
             // older converters write -1 for "none"
-            Some(Value::Signed(_)) => Ok(None),
+            Some(Value::Signed(value)) => Ok(u64::try_from(*value).ok()),
             Some(other) => Err(format!("{key} should be an integer and is {}", other.name())),
         }
     }

@@ -209,13 +209,13 @@ fn tool_calls(calls: &Json, index: usize) -> Result<Json, TextError> {
                 })?,
                 None => return Ok(call),
             };
-            Ok(replaced(&call, "function", replaced(&function, "arguments", parsed)))
+            Ok(replaced(&call, "function", &replaced(&function, "arguments", &parsed)))
         })
         .collect()
 }
 
 /// The map `value` with `key` replaced where it stands, so that the order of keys stays what the client sent.
-fn replaced(value: &Json, key: &str, new: Json) -> Json {
+fn replaced(value: &Json, key: &str, new: &Json) -> Json {
     let Ok(keys) = value.try_iter() else {
         return value.clone();
     };

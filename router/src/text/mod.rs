@@ -54,7 +54,9 @@ pub struct Text {
 
 impl std::fmt::Debug for Text {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Text").field("model_name", &self.model_name).finish_non_exhaustive()
+        f.debug_struct("Text")
+            .field("model_name", &self.model_name)
+            .finish_non_exhaustive()
     }
 }
 

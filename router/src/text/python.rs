@@ -72,6 +72,10 @@ fn escape(value: &Value) -> Value {
 }
 
 /// `json.dumps(value, ensure_ascii=False, indent=…, separators=…, sort_keys=…)`, as transformers defines the filter.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the template engine hands the arguments over"
+)]
 fn tojson(value: &Value, indent: Option<Value>, args: Kwargs) -> Result<Value, Error> {
     let indent = match indent {
         Some(indent) => Some(indent),

@@ -4,6 +4,7 @@
 //! allocate, whatever the conversation.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::time::SystemTime;
 
 use minijinja::Value;
@@ -185,7 +186,8 @@ fn describe(error: &minijinja::Error) -> String {
         |detail| format!("{}: {detail}", error.kind()),
     );
     if let Some(line) = error.line() {
-        text.push_str(&format!(" (line {line} of the template)"));
+        // writing into a String cannot fail
+        let _ = write!(text, " (line {line} of the template)");
     }
     text
 }

@@ -40,12 +40,11 @@ fn tiny_with(folder: &Path, key: &str, value: Option<&[u8]>) -> PathBuf {
             other => panic!("{key} is of type {other}, which this helper does not skip"),
         };
     let mut out = bytes[..start].to_vec();
-    match value {
-        Some(value) => out.extend([&name, value].concat()),
-        None => {
-            let pairs = u64::from_le_bytes(out[16..24].try_into().unwrap());
-            out[16..24].copy_from_slice(&(pairs - 1).to_le_bytes());
-        }
+    if let Some(value) = value {
+        out.extend([&name, value].concat());
+    } else {
+        let pairs = u64::from_le_bytes(out[16..24].try_into().unwrap());
+        out[16..24].copy_from_slice(&(pairs - 1).to_le_bytes());
     }
     out.extend(&bytes[end..]);
     let path = folder.join("changed.gguf");

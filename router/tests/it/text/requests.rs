@@ -1,5 +1,6 @@
 //! What a request may bring, and how it is refused.
 
+use tandem_router::text::source::SpecialTokens;
 use tandem_router::text::stop::{MAX_STOP_BYTES, MAX_STOPS};
 use tandem_router::text::{ChatInput, ChatTemplate, Content, Json, Message, Part, TextError};
 
@@ -9,7 +10,7 @@ fn messages(json: &str) -> Vec<Message> {
     serde_json::from_str(json).unwrap()
 }
 
-fn refusal(error: TextError) -> (String, String) {
+fn refusal(error: &TextError) -> (String, String) {
     assert!(error.is_request_fault(), "{error}");
     (error.param().unwrap_or_default().to_owned(), error.to_string())
 }
@@ -20,7 +21,7 @@ fn a_part_that_is_not_text_is_dropped_silently() {
         r#"[{"role": "user", "content": "x"},
             {"role": "user", "content": [{"type": "text", "text": "y"}, {"image_url": {"url": "http://h/i.png"}, "type": "image_url"}]}]"#,
     );
-    let (param, text) = refusal(TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
+    let (param, text) = refusal(&TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
     assert_eq!(param, "messages[1].content[1].type");
     assert!(text.contains("\"image_url\""), "{text}");
 
@@ -31,7 +32,7 @@ fn a_part_that_is_not_text_is_dropped_silently() {
         }]),
         ..messages[0].clone()
     }];
-    let (param, _) = refusal(TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
+    let (param, _) = refusal(&TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
     assert_eq!(param, "messages[0].content[0].text");
 }
 
@@ -64,7 +65,7 @@ fn template_kwargs_replace_the_messages() {
             kwargs: Some(&kwargs),
             ..ChatInput::new(&messages)
         };
-        let (param, _) = refusal(TINY.render_chat(&input).unwrap_err());
+        let (param, _) = refusal(&TINY.render_chat(&input).unwrap_err());
         assert_eq!(param, format!("chat_template_kwargs.{name}"));
     }
     let kwargs = Json::from("no object");
@@ -72,7 +73,10 @@ fn template_kwargs_replace_the_messages() {
         kwargs: Some(&kwargs),
         ..ChatInput::new(&messages)
     };
-    assert_eq!(refusal(TINY.render_chat(&input).unwrap_err()).0, "chat_template_kwargs");
+    assert_eq!(
+        refusal(&TINY.render_chat(&input).unwrap_err()).0,
+        "chat_template_kwargs"
+    );
 }
 
 #[test]
@@ -80,7 +84,7 @@ fn tool_arguments_that_are_not_json_reach_the_template() {
     let messages = messages(
         r#"[{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}, {"function": {"name": "b", "arguments": "{oops"}}]}]"#,
     );
-    let (param, _) = refusal(TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
+    let (param, _) = refusal(&TINY.render_chat(&ChatInput::new(&messages)).unwrap_err());
     assert_eq!(param, "messages[0].tool_calls[1].function.arguments");
 }
 
@@ -93,8 +97,8 @@ fn a_template_runs_without_bound() {
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ 'x' * 99999999999 }}",
     ] {
-        let template = ChatTemplate::compile(source, &Default::default()).unwrap();
-        refusal(template.render(&ChatInput::new(&messages)).unwrap_err());
+        let template = ChatTemplate::compile(source, &SpecialTokens::new()).unwrap();
+        refusal(&template.render(&ChatInput::new(&messages)).unwrap_err());
     }
 }
 
@@ -114,22 +118,23 @@ fn an_ordinary_long_conversation_runs_out_of_budget() {
 
 #[test]
 fn what_a_template_raises_is_wrapped_beyond_recognition() {
-    let template = ChatTemplate::compile("{{ raise_exception('roles must alternate') }}", &Default::default()).unwrap();
-    let (param, text) = refusal(template.render(&ChatInput::new(&[])).unwrap_err());
+    let template =
+        ChatTemplate::compile("{{ raise_exception('roles must alternate') }}", &SpecialTokens::new()).unwrap();
+    let (param, text) = refusal(&template.render(&ChatInput::new(&[])).unwrap_err());
     assert_eq!(param, "messages");
     assert_eq!(
         text,
         "the chat template cannot render this conversation: roles must alternate"
     );
     // and the engine's own errors say where
-    let template = ChatTemplate::compile("\n\n{{ nothing.at.all }}", &Default::default()).unwrap();
-    let (_, text) = refusal(template.render(&ChatInput::new(&[])).unwrap_err());
+    let template = ChatTemplate::compile("\n\n{{ nothing.at.all }}", &SpecialTokens::new()).unwrap();
+    let (_, text) = refusal(&template.render(&ChatInput::new(&[])).unwrap_err());
     assert!(text.contains("line 3 of the template"), "{text}");
 }
 
 #[test]
 fn a_broken_template_is_found_only_when_the_first_request_comes() {
-    let error = ChatTemplate::compile("{% for %}", &Default::default()).unwrap_err();
+    let error = ChatTemplate::compile("{% for %}", &SpecialTokens::new()).unwrap_err();
     assert!(!error.is_request_fault());
     assert!(
         error
@@ -143,11 +148,14 @@ fn a_broken_template_is_found_only_when_the_first_request_comes() {
 fn stop_strings_have_no_limits() {
     let stream = |stops: &[String]| TINY.stream(stops).map(|_| ());
     assert!(stream(&vec!["x".into(); MAX_STOPS]).is_ok());
-    assert_eq!(refusal(stream(&vec!["x".into(); MAX_STOPS + 1]).unwrap_err()).0, "stop");
+    assert_eq!(
+        refusal(&stream(&vec!["x".into(); MAX_STOPS + 1]).unwrap_err()).0,
+        "stop"
+    );
     assert!(stream(&["x".repeat(MAX_STOP_BYTES)]).is_ok());
     assert_eq!(
-        refusal(stream(&["y".into(), "x".repeat(MAX_STOP_BYTES + 1)]).unwrap_err()).0,
+        refusal(&stream(&["y".into(), "x".repeat(MAX_STOP_BYTES + 1)]).unwrap_err()).0,
         "stop[1]"
     );
-    assert_eq!(refusal(stream(&["y".into(), String::new()]).unwrap_err()).0, "stop[1]");
+    assert_eq!(refusal(&stream(&["y".into(), String::new()]).unwrap_err()).0, "stop[1]");
 }
