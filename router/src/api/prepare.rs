@@ -20,6 +20,9 @@ const MAX_PROMPTS: usize = 64;
 /// OpenAI takes 4; other servers more.
 const MAX_STOPS: usize = 16;
 
+/// A normalizer may make a text shorter before it is cut into tokens (NFC: three bytes of three become one character).
+const SHRINKS: usize = 4;
+
 /// What requests are checked against.
 #[derive(Debug, Clone)]
 pub struct Limits {
@@ -57,16 +60,47 @@ pub struct TextWork {
     text: Arc<Text>,
     slots: Arc<Semaphore>,
     metrics: Arc<Metrics>,
+    longest_token_bytes: usize,
 }
 
 impl TextWork {
     /// As many at once as there are cores.
     pub fn new(text: Arc<Text>, metrics: Arc<Metrics>) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let vocabulary = text.vocabulary();
+        let longest = (0..vocabulary.len() as u32)
+            .filter_map(|id| Some(vocabulary.token(id).ok()?.0.len()))
+            .max();
         Self {
+            longest_token_bytes: longest.unwrap_or(1).max(1),
             text,
             slots: Arc::new(Semaphore::new(cores)),
             metrics,
+        }
+    }
+
+    /// Refuses a text that is too long whatever its tokens are: tokenizing 8 MiB takes seconds of a core.
+    fn bound(&self, limits: &Limits, endpoint: Endpoint) -> impl Fn(&str) -> Result<(), RouterError> + Send + 'static {
+        let (longest, max) = (self.longest_token_bytes, limits.max_length_tokens);
+        move |text| {
+            let least = text.len() / longest / SHRINKS;
+            match max {
+                Some(max) if least > max as usize => {
+                    let param = if endpoint == Endpoint::Chat {
+                        "messages"
+                    } else {
+                        "prompt"
+                    };
+                    Err(RouterError::ContextLength {
+                        param,
+                        detail: format!(
+                            "this model takes at most {max} tokens, answer included, but the {param} have at least {least} \
+                             tokens; shorten them"
+                        ),
+                    })
+                }
+                _ => Ok(()),
+            }
         }
     }
 
@@ -95,12 +129,15 @@ impl TextWork {
             return Err(RouterError::field("messages", "give at least one message"));
         }
         let (stream, include_usage) = (template.stream, template.include_usage);
+        let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
             .run(move |text| {
                 let messages = body.messages.unwrap_or_default();
                 let mut input = ChatInput::new(&messages);
                 input.kwargs = body.chat_template_kwargs.as_ref();
-                Ok(text.encode_chat(&text.render_chat(&input)?)?)
+                let rendered = text.render_chat(&input)?;
+                bound(&rendered)?;
+                Ok(text.encode_chat(&rendered)?)
             })
             .await?;
         let spec = template.spec(ids, limits)?;
@@ -131,6 +168,7 @@ impl TextWork {
             return Err(RouterError::field("prompt", detail));
         }
         let single = prompts.len() == 1;
+        let bound = self.bound(limits, Endpoint::Completions);
         let all = self
             .run(move |text| {
                 let vocabulary = text.vocabulary().len();
@@ -138,7 +176,10 @@ impl TextWork {
                     .into_iter()
                     .enumerate()
                     .map(|(at, prompt)| match prompt {
-                        Prompt::Text(prompt) => Ok(text.encode_prompt(&prompt)?),
+                        Prompt::Text(prompt) => {
+                            bound(&prompt)?;
+                            Ok(text.encode_prompt(&prompt)?)
+                        }
                         Prompt::Ids(ids) => match ids.iter().position(|&id| id as usize >= vocabulary) {
                             None => Ok(ids),
                             Some(wrong) => {

@@ -7,6 +7,7 @@ mod drain;
 mod engine;
 mod failures;
 mod queueing;
+mod silence;
 mod slow;
 mod stack;
 mod streams;

@@ -268,6 +268,25 @@ async fn an_over_long_prompt_does_not_name_both_lengths() {
         answer.message()
     );
     assert!(decode.calls().is_empty());
+    // so long that its tokens need not be counted
+    let long = json!({"messages": [{"role": "user", "content": "z".repeat(4_000_000)}]});
+    let began = std::time::Instant::now();
+    let answer = stack.client.chat(long).await;
+    assert_eq!(
+        (answer.status, answer.code().as_str()),
+        (400, "context_length_exceeded")
+    );
+    assert!(
+        answer.message().contains("512") && answer.message().contains("at least"),
+        "{}",
+        answer.message()
+    );
+    // tokenizing it takes several seconds
+    assert!(
+        began.elapsed() < std::time::Duration::from_secs(2),
+        "{:?}",
+        began.elapsed()
+    );
     // the engine's own refusal has the same code
     decode.then(vec![Step::Refuse(engine::failure(Reason::OverLength, Source::Decode))]);
     let answer = stack.client.chat(json!({})).await;
