@@ -1,4 +1,4 @@
-//! Continues a prompt of token ids greedily and prints the ids: `generate MODEL.gguf COUNT ID,ID,... [THREADS] [scalar]`.
+//! Continues a prompt of token ids greedily and prints the ids: `generate MODEL.gguf COUNT ID,ID,... [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]`.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use tandem_engine::model::{LoadOptions, load};
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
     let [_, path, count, ids, rest @ ..] = args.as_slice() else {
-        return Err("usage: generate MODEL.gguf COUNT ID,ID,... [THREADS] [scalar]".into());
+        return Err("usage: generate MODEL.gguf COUNT ID,ID,... [THREADS] [BACKEND]".into());
     };
     let mut options = LoadOptions::new(PathBuf::from(path));
     if let Some(threads) = rest.first() {
         options.threads = threads.parse()?;
     }
-    if rest.get(1).is_some_and(|s| s == "scalar") {
-        options.isa = Some(Isa::Scalar);
+    if let Some(name) = rest.get(1) {
+        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2 or cpu-avx512")?);
     }
     let mut tokens = ids.split(',').map(str::parse).collect::<Result<Vec<u32>, _>>()?;
     let prompt = tokens.len();

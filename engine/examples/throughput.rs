@@ -1,6 +1,6 @@
 //! Tokens per second of the executor alone: no HTTP, tokenizer or scheduler. For a comparison, a driver runs cases one at a time.
 //!
-//! `throughput MODEL.gguf [THREADS]` reads cases from standard input, one a line, and answers each with a line of JSON:
+//! `throughput MODEL.gguf [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]` reads cases from standard input, one a line, and answers each with a line of JSON:
 //! - `prefill TOKENS CHUNK`: one prompt, computed in chunks, the last one sampled
 //! - `decode SEQUENCES CONTEXT STEPS`: so many steps of one token for each of the sequences, each sampled greedily
 //! - `kv TOKENS`: reads and writes that many tokens' KV in the wire's order
@@ -9,6 +9,7 @@ use std::error::Error;
 use std::io::Write;
 use std::time::Instant;
 
+use tandem_engine::backend::cpu::Isa;
 use tandem_engine::exec::{Executor, KvRun, SampleParams, StepSeq};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
 
@@ -16,9 +17,12 @@ const GREEDY: SampleParams = SampleParams { temperature: 0.0, top_p: 1.0, seed: 
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
-    let mut options = LoadOptions::new(args.get(1).ok_or("usage: throughput MODEL.gguf [THREADS]")?);
+    let mut options = LoadOptions::new(args.get(1).ok_or("usage: throughput MODEL.gguf [THREADS] [BACKEND]")?);
     if let Some(threads) = args.get(2) {
         options.threads = threads.parse()?;
+    }
+    if let Some(name) = args.get(3) {
+        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2 or cpu-avx512")?);
     }
     options.kv = KvBudget::Mib(512);
     let start = Instant::now();

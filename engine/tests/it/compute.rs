@@ -145,7 +145,7 @@ fn sampling_depends_on_seed_and_position_alone() {
 }
 
 /// The real model, or `None` with a word of why; in CI it must be there.
-fn real_model() -> Option<PathBuf> {
+pub fn real_model() -> Option<PathBuf> {
     let path = std::env::var_os("TANDEM_TEST_MODEL")
         .map(PathBuf::from)
         .unwrap_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.demo/models/smollm2/model.gguf"));

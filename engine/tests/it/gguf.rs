@@ -304,7 +304,7 @@ fn values_that_do_not_go_together_are_named() {
         ("llama.attention.head_count_kv", Meta::U32(3)),
         ("llama.embedding_length", Meta::U32(33)),
         ("llama.attention.value_length", Meta::U32(8)),
-        ("llama.attention.key_length", Meta::U32(12)),
+        ("llama.attention.key_length", Meta::U32(4)),
         ("llama.block_count", Meta::Text("many".into())),
         ("llama.attention.layer_norm_rms_epsilon", Meta::F32(f32::NAN)),
         ("llama.rope.freq_base", Meta::F32(-1.0)),

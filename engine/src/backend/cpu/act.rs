@@ -16,7 +16,7 @@ pub enum ActKind {
 /// int8 inputs. Rows follow each other.
 #[derive(Debug, Clone, Copy)]
 pub struct Int8 {
-    /// `[rows][k]`; from [`super::kernels::MANY_ROWS`] rows on each byte holds q + 128.
+    /// `[rows][k]`; from `Kernels::many_rows` rows on each byte holds q + 128.
     pub q: *mut i8,
     /// `[rows][k / 32]` scales.
     pub d: *mut f32,

@@ -8,12 +8,9 @@ use std::ops::Range;
 
 use super::act::{Float, Int8, Int16};
 use super::pack::Panels;
-use super::{avx2, scalar};
+use super::{avx2, avx512, scalar};
 use crate::backend::BackendError;
 
-/// From this many rows on int8 inputs are stored as q + 128 and nibble panels are unpacked to signed bytes first
-/// (at 4 rows nibble tiles win, at 16 byte panels; 12 is between).
-pub const MANY_ROWS: usize = 12;
 /// A block or row whose largest magnitude is below this is quantised to zeros: 127 / denormal is infinite, and 0 x infinity NaN.
 pub const TINY: f32 = 1e-30;
 /// Rows that a matmul works on at a time, so that its partial sums stay in the second-level cache.
@@ -32,15 +29,23 @@ pub enum Isa {
     Scalar,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// AVX-512 with VNNI for quantised matmuls.
+    Avx512,
 }
 
 impl Isa {
     /// All of them, the plainest first.
-    pub const ALL: [Self; 2] = [Self::Scalar, Self::Avx2];
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
     /// The best one that this CPU has.
     pub fn detect() -> Self {
-        if avx2::available() { Self::Avx2 } else { Self::Scalar }
+        if avx512::available() {
+            Self::Avx512
+        } else if avx2::available() {
+            Self::Avx2
+        } else {
+            Self::Scalar
+        }
     }
 
     /// The name that the engine reports.
@@ -48,7 +53,13 @@ impl Isa {
         match self {
             Self::Scalar => "cpu-scalar",
             Self::Avx2 => "cpu-avx2",
+            Self::Avx512 => "cpu-avx512",
         }
+    }
+
+    /// The one that is reported as `name`.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|isa| isa.backend_name() == name)
     }
 
     /// The table, if this CPU has the instructions.
@@ -56,10 +67,19 @@ impl Isa {
         match self {
             Self::Scalar => Ok(scalar::KERNELS),
             Self::Avx2 if avx2::available() => Ok(avx2::KERNELS),
-            Self::Avx2 => Err(BackendError::Unsupported(
-                "this CPU lacks AVX2, FMA or F16C; use the scalar kernels".to_owned(),
-            )),
+            Self::Avx512 if avx512::available() => Ok(avx512::KERNELS),
+            Self::Avx2 | Self::Avx512 => Err(BackendError::Unsupported(format!(
+                "this CPU lacks instructions of {}; use other kernels",
+                self.backend_name()
+            ))),
         }
+    }
+}
+
+impl Kernels {
+    /// What the int8 inputs of a matmul of `rows` rows are xored with.
+    pub fn flip(&self, rows: usize) -> u8 {
+        if rows >= self.many_rows { 0x80 } else { 0 }
     }
 }
 
@@ -136,6 +156,8 @@ impl Attention<'_> {
 /// Rows of `k` or `n` floats are multiples of 32 unless it says otherwise.
 #[derive(Clone, Copy)]
 pub struct Kernels {
+    /// From this many rows on int8 inputs are stored as q + 128.
+    pub many_rows: usize,
     /// `out = x / rms(x) * w`, `n` values.
     pub rms_norm: unsafe fn(x: *const f32, w: *const f32, n: usize, eps: f32, out: *mut f32),
     /// Quantises `blocks` blocks of 32 into `a`, row `row`, from block `first` on; `flip` 0x80 stores q + 128, 0 q.

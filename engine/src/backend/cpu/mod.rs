@@ -7,13 +7,14 @@
 //! | `pack.rs` | weights as panels of 8 outputs |
 //! | `act.rs` | activations in the form that a matrix wants |
 //! | `kv.rs` | the paged KV pool and its canonical bytes |
-//! | `kernels.rs` | the table of kernels, one per instruction set: `scalar.rs`, `avx2/` |
+//! | `kernels.rs` | the table of kernels, one per instruction set: `scalar.rs`, `avx2/`, `avx512/` |
 //! | `step.rs` | the ops, as each worker runs its share of them |
 //!
 //! All workers run the whole list of ops, each its fixed share, with a barrier where one reads what another wrote.
 
 mod act;
 mod avx2;
+mod avx512;
 mod device;
 mod kernels;
 mod kv;

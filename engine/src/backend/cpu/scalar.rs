@@ -6,11 +6,12 @@ use std::slice::{from_raw_parts, from_raw_parts_mut};
 use half::{bf16, f16};
 
 use super::act::{Float, Int8, Int16};
-use super::kernels::{Attention, KEY_BLOCK, Kernels, MANY_ROWS, Out, TINY};
+use super::kernels::{Attention, KEY_BLOCK, Kernels, Out, TINY};
 use super::pack::{BLOCK, BYTE_BLOCK, LANES, NIBBLE_BLOCK, PanelKind, Panels};
 
 /// The table.
 pub const KERNELS: Kernels = Kernels {
+    many_rows: MANY_ROWS,
     rms_norm,
     quantise8,
     quantise16,
@@ -22,6 +23,9 @@ pub const KERNELS: Kernels = Kernels {
     attend,
     silu_mul,
 };
+
+/// As in the AVX2 table, so that both forms of inputs have a reference.
+const MANY_ROWS: usize = 12;
 
 // SAFETY for all of this file: the caller passes pointers to as many values as the table's docs say, and nobody else writes
 // what is read here or touches what is written here meanwhile.

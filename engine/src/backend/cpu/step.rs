@@ -5,7 +5,7 @@
 
 use super::act::{Act, ActKind};
 use super::device::{Device, Scratch, Weight};
-use super::kernels::{Attention, MANY_ROWS, Out, QUERY_ROWS};
+use super::kernels::{Attention, Out, QUERY_ROWS};
 use super::pack::{BLOCK, LANES, Panels};
 use super::pool::{Barrier, share};
 use crate::backend::{Batch, BufferId, BufferShape, Heads, NOT_FINITE, Op, SAMPLING_WORDS, SEQ_WORDS, WeightId};
@@ -462,7 +462,7 @@ impl<'a> Worker<'a> {
         // SAFETY: see `run`.
         unsafe {
             match w.kind().act() {
-                ActKind::Int8 => (kernels.quantise8)(x, w.k() / BLOCK, &a.int8(), r, 0, flip(rows)),
+                ActKind::Int8 => (kernels.quantise8)(x, w.k() / BLOCK, &a.int8(), r, 0, kernels.flip(rows)),
                 ActKind::Int16 => (kernels.quantise16)(x, &a.int16(), r),
                 ActKind::Float => x.copy_to_nonoverlapping(a.float().x.add(r * w.k()), w.k()),
             }
@@ -574,7 +574,7 @@ impl<'a> Worker<'a> {
                     let at = (row + i) * heads.query * dim + item.head * width;
                     if direct {
                         let first = item.head * width / BLOCK;
-                        (kernels.quantise8)(from, width / BLOCK, &out.int8(), row + i, first, flip(counts.rows));
+                        (kernels.quantise8)(from, width / BLOCK, &out.int8(), row + i, first, kernels.flip(counts.rows));
                     } else if kind == ActKind::Float {
                         from.copy_to_nonoverlapping(out.float().x.add(at), width);
                     } else {
@@ -657,7 +657,7 @@ impl<'a> Worker<'a> {
                         ActKind::Int8 => {
                             let mut inner = [0.0f32; BLOCK];
                             (kernels.silu_mul)(from, inner.as_mut_ptr());
-                            (kernels.quantise8)(inner.as_ptr(), 1, &out.int8(), r, g, flip(rows));
+                            (kernels.quantise8)(inner.as_ptr(), 1, &out.int8(), r, g, kernels.flip(rows));
                         }
                         ActKind::Int16 => (kernels.silu_mul)(from, work.add(at)),
                         ActKind::Float => (kernels.silu_mul)(from, out.float().x.add(at)),
@@ -690,9 +690,4 @@ impl<'a> Worker<'a> {
             *self.floats(batch.sampled).cast::<u32>().add(o) = token;
         }
     }
-}
-
-/// What the inputs of nibble panels are xored with at this many rows.
-const fn flip(rows: usize) -> u8 {
-    if rows >= MANY_ROWS { 0x80 } else { 0 }
 }

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::act::{Act, ActKind};
-use super::kernels::{Attention, Isa, Kernels, MANY_ROWS, MATMUL_SCRATCH, Out};
+use super::kernels::{Attention, Isa, Kernels, MATMUL_SCRATCH, Out};
 use super::memory::Memory;
 use super::pack::{BLOCK, LANES, Panels};
 use super::pool::Pool;
@@ -138,7 +138,7 @@ fn multiply(t: &Kernels, w: &Panels, x: &[f32], rows: usize, start: Option<&[f32
         first_panel: 0,
         add: start.is_some(),
     };
-    let flip = if rows >= MANY_ROWS { 0x80 } else { 0 };
+    let flip = t.flip(rows);
     for p in 0..parts {
         let panels = super::pool::share(w.panels(), 1, p, parts);
         // SAFETY: buffers of these sizes, one thread.

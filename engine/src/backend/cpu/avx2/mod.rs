@@ -25,6 +25,8 @@ mod nibble;
 mod quantise;
 
 use super::kernels::Kernels;
+#[cfg(target_arch = "x86_64")]
+pub use nibble::matmul_few as matmul_nibble_few;
 
 /// Has this CPU the instructions?
 #[cfg(target_arch = "x86_64")]
@@ -41,6 +43,7 @@ pub fn available() -> bool {
 /// The table.
 #[cfg(target_arch = "x86_64")]
 pub const KERNELS: Kernels = Kernels {
+    many_rows: nibble::MANY_ROWS,
     rms_norm: quantise::rms_norm,
     quantise8: quantise::quantise8,
     quantise16: quantise::quantise16,

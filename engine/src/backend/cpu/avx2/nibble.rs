@@ -12,9 +12,21 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::act::Int8;
-use super::super::kernels::{MANY_ROWS, MATMUL_SCRATCH, Out, ROW_BLOCK};
+use super::super::kernels::{MATMUL_SCRATCH, Out, ROW_BLOCK};
 use super::super::pack::{BLOCK, LANES, NIBBLE_BLOCK, Panels};
 use super::lanes::{bytes, fetch, halves, put, repeat, repeat4};
+
+/// From this many rows on the second way (at 4 rows the first wins, at 16 the second; 12 is between).
+pub const MANY_ROWS: usize = 12;
+
+/// The first way, for any number of rows with signed inputs.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn matmul_few(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize, out: Out) {
+    for p in panels {
+        // SAFETY: the caller's: panels of `w`, `rows` rows of `a` and of `out`.
+        unsafe { few_rows(w.panel(p), a, rows, out, p) };
+    }
+}
 
 /// See `Kernels::matmul_nibble`.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -22,10 +34,7 @@ pub unsafe fn matmul(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize, ou
     // SAFETY: the caller's: panels of `w`, `rows` rows of `a` and of `out`, MATMUL_SCRATCH bytes.
     unsafe {
         if rows < MANY_ROWS {
-            for p in panels {
-                few_rows(w.panel(p), a, rows, out, p);
-            }
-            return;
+            return matmul_few(w, panels, a, rows, out);
         }
         let mut p = panels.start;
         while p < panels.end {
