@@ -239,9 +239,14 @@ impl Node {
             }
         };
         tokio::pin!(server);
+        let mut server_runs = true;
         let result = tokio::select! {
-            ended = &mut server => ended.map_err(NodeError::from),
+            biased;
             () = closing.cancelled() => Ok(()),
+            ended = &mut server => {
+                server_runs = false;
+                ended.map_err(NodeError::from)
+            }
             why = died => {
                 shared.readiness.set(State::Failed { reason: why.clone() });
                 Err(NodeError::Dead(why))
@@ -258,7 +263,7 @@ impl Node {
                 source.close().await;
             }
             shared.puller.close().await;
-            if result.is_ok() {
+            if server_runs {
                 let _ = server.await;
             }
             connections.close();

@@ -4,6 +4,7 @@
 mod compute;
 mod gguf;
 mod sched;
+mod serve;
 mod support;
 mod tiny;
 mod transfer;

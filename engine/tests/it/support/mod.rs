@@ -1,4 +1,5 @@
 //! What several test modules use.
 
 pub mod fake;
+pub mod node;
 pub mod sched;

@@ -1,0 +1,6 @@
+//! Engines over real gRPC.
+
+mod api;
+mod generate;
+mod models;
+mod process;

@@ -1,0 +1,140 @@
+//! Engines with models that compute, over real gRPC.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tandem_engine::exec::Executor;
+use tandem_engine::model::{KvBudget, LoadOptions, load};
+use tandem_engine::sched::{Role, SchedKnobs};
+use tandem_engine::serve::NodeConfig;
+use tandem_wire::proto::finished::Cause;
+use tandem_wire::proto::generate_event::Event;
+use tandem_wire::proto::{GenerateRequest, Sampling};
+
+use crate::compute::real_model;
+use crate::support::fake::mix;
+use crate::support::node::{TestNode, config, next};
+use crate::support::sched::until_idle;
+use crate::tiny::{Kind, Shape, llama};
+
+fn executor(path: &Path) -> Box<dyn Executor> {
+    let options = LoadOptions {
+        threads: 2,
+        kv: KvBudget::Pages(300),
+        ..LoadOptions::new(path)
+    };
+    load(&options, &mut |_| {}).unwrap()
+}
+
+fn cut(role: Role) -> NodeConfig {
+    NodeConfig {
+        knobs: SchedKnobs {
+            chunked_prefill_tokens: 19,
+            step_tokens: 64,
+            prefill_queue: 64,
+            ..SchedKnobs::default()
+        },
+        ..config(role)
+    }
+}
+
+fn mixed(i: u64) -> (Vec<u32>, u32, Sampling) {
+    let r = mix(i);
+    // shared beginnings, cold and warm
+    let mut tokens: Vec<u32> = (0..40).map(|t| 3 + (mix(r % 4 + 1_000) + t * t) as u32 % 90).collect();
+    tokens.extend((0..(r >> 8) % 50).map(|t| 3 + mix(r ^ t) as u32 % 90));
+    let sampling = Sampling {
+        temperature: if r % 3 == 0 { 0.9 } else { 0.0 },
+        top_p: if r % 2 == 0 { 0.8 } else { 0.0 },
+        seed: r,
+    };
+    (tokens, 2 + (r >> 16) as u32 % 40, sampling)
+}
+
+#[tokio::test]
+async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 11).write(dir.path());
+    let solo = TestNode::start(executor(&path), config(Role::Unified)).await;
+    let mut expected = Vec::new();
+    for i in 0..32 {
+        let (tokens, new, sampling) = mixed(i);
+        let request = GenerateRequest {
+            sampling: Some(sampling),
+            ..solo.request(&tokens, new)
+        };
+        // every prompt cold
+        solo.scheduler.cache().flush();
+        expected.push(solo.ask(request).await.unwrap().tokens);
+    }
+    solo.close().await;
+
+    let prefill = Arc::new(TestNode::start(executor(&path), cut(Role::Prefill)).await);
+    let decode = Arc::new(TestNode::start(executor(&path), cut(Role::Decode)).await);
+    let mut tasks = Vec::new();
+    for (i, expected) in (0..32_u64).zip(expected) {
+        let (tokens, new, sampling) = mixed(i);
+        let request = GenerateRequest {
+            prefill: (i % 4 != 3).then(|| prefill.peer()),
+            sampling: Some(sampling),
+            ..decode.request(&tokens, new)
+        };
+        let abort_after = (i % 3 == 0).then_some(mix(i) as usize % 20);
+        let decode = Arc::clone(&decode);
+        tasks.push(tokio::spawn(async move {
+            let Some(after) = abort_after else {
+                assert_eq!(decode.ask(request).await.unwrap().tokens, expected, "request {i}");
+                return;
+            };
+            let mut stream = decode.open(request).await.unwrap();
+            let mut seen = Vec::new();
+            while seen.len() < after {
+                match next(&mut stream).await.unwrap() {
+                    Some(Event::Tokens(more)) => seen.extend(more.ids),
+                    Some(Event::Failure(failure)) => panic!("{failure:?}"),
+                    Some(_) => {}
+                    None => break,
+                }
+            }
+            assert_eq!(seen[..], expected[..seen.len()], "request {i}");
+        }));
+    }
+    for task in tasks {
+        task.await.unwrap();
+    }
+    until_idle(&decode.scheduler).await;
+    until_idle(&prefill.scheduler).await;
+}
+
+#[tokio::test]
+async fn smollm2_answers_the_same_from_one_engine_and_from_two() {
+    let Some(path) = real_model() else { return };
+    // system: You are a helpful assistant. user: What is the capital of France?
+    let prompt = [
+        1, 9690, 198, 2683, 359, 253, 5356, 11173, 30, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2,
+        198, 1, 520, 9531, 198,
+    ];
+    // The capital of France is Paris.
+    let answer = [504, 3575, 282, 4649, 314, 7042, 30];
+    let prefill = TestNode::start(executor(&path), config(Role::Prefill)).await;
+    let decode = TestNode::start(executor(&path), config(Role::Decode)).await;
+    for pulled in [true, false] {
+        let request = GenerateRequest {
+            prefill: pulled.then(|| prefill.peer()),
+            ignore_eos: false,
+            ..decode.request(&prompt, 20)
+        };
+        let got = decode.ask(request).await.unwrap();
+        assert_eq!((&got.tokens[..], got.cause), (&answer[..], Some(Cause::Stop)));
+        let usage = got.usage;
+        assert_eq!(
+            (usage.moved_tokens, usage.computed_tokens),
+            if pulled { (27, 0) } else { (0, 11) }
+        );
+        assert_eq!(usage.moved_bytes, u64::from(usage.moved_tokens) * 23_040);
+    }
+    for node in [prefill, decode] {
+        until_idle(&node.scheduler).await;
+        node.close().await;
+    }
+}

@@ -1,0 +1,304 @@
+//! The binary itself: flags, ports, signals, exit codes.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use tandem_wire::proto::engine_client::EngineClient;
+use tandem_wire::proto::{GenerateRequest, GetInfoRequest};
+
+use crate::support::sched::PATIENCE;
+use crate::tiny::{Kind, Shape, llama};
+
+struct Engine {
+    child: Child,
+    lines: mpsc::Receiver<String>,
+    log: Vec<String>,
+}
+
+impl Engine {
+    fn start(model: &Path, more: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_tandem-engine"))
+            .args(["--log-format", "json", "--threads", "1", "--kv-pages", "64", "--model"])
+            .arg(model)
+            .args(more)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let (send, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                if send.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self {
+            child,
+            lines,
+            log: Vec::new(),
+        }
+    }
+
+    /// The first line that holds `part`.
+    fn line(&mut self, part: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) if line.contains(part) => return line,
+                Ok(line) => self.log.push(line),
+                Err(error) => panic!("{part:?} was not logged ({error}); logged was {:#?}", self.log),
+            }
+        }
+    }
+
+    /// The ports: listen, ops.
+    fn serving(&mut self) -> (String, String) {
+        let line: serde_json::Value = serde_json::from_str(&self.line("\"serving\"")).unwrap();
+        let field = |name: &str| line[name].as_str().unwrap().to_owned();
+        (field("listen"), field("ops_listen"))
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: kill with the id of a child that we have not waited for yet.
+        let sent = unsafe { libc::kill(self.child.id() as i32, signal) };
+        assert_eq!(sent, 0);
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn rest(mut self) -> String {
+        self.wait();
+        while let Ok(line) = self.lines.recv_timeout(PATIENCE) {
+            self.log.push(line);
+        }
+        self.log.join("\n")
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn get(addr: &str, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(addr).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let status = text.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, text)
+}
+
+fn tiny(dir: &Path) -> std::path::PathBuf {
+    llama(Shape::SMALL, Kind::Q8_0, Kind::F16, 3).write(dir)
+}
+
+const ANY: [&str; 6] = [
+    "--listen",
+    "127.0.0.1:0",
+    "--ops-listen",
+    "127.0.0.1:0",
+    "--data-listen",
+    "127.0.0.1:0",
+];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    ANY.iter().chain(more).copied().collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_process_serves_drains_on_sigterm_and_exits_0() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(
+        &tiny(dir.path()),
+        &with(&["--role", "unified", "--served-name", "tiny"]),
+    );
+    let (listen, ops) = engine.serving();
+    let mut client = EngineClient::connect(format!("http://{listen}")).await.unwrap();
+    let info = client.get_info(GetInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!((&info.model_name[..], info.total_pages), ("tiny", 64));
+    assert_eq!(get(&ops, "/readyz").0, 200);
+    assert!(
+        get(&ops, "/metrics")
+            .1
+            .contains("tandem_engine_pages{state=\"free\"} 64")
+    );
+    let request = GenerateRequest {
+        boot_id: info.boot_id,
+        prompt_tokens: vec![5; 20],
+        max_new_tokens: 400,
+        ignore_eos: true,
+        ..GenerateRequest::default()
+    };
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    stream.message().await.unwrap().unwrap();
+    engine.signal(libc::SIGTERM);
+    let (mut tokens, mut finished) = (0, false);
+    while let Some(event) = stream.message().await.unwrap() {
+        match event.event.unwrap() {
+            tandem_wire::proto::generate_event::Event::Tokens(t) => tokens += t.ids.len(),
+            tandem_wire::proto::generate_event::Event::Finished(_) => finished = true,
+            _ => {}
+        }
+    }
+    assert_eq!((tokens, finished), (400, true), "what was under way ends well");
+    assert_eq!(engine.wait().code(), Some(0));
+    assert!(engine.rest().contains("drained"));
+}
+
+#[test]
+fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = tiny(dir.path());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    for (limit, signals) in [("50", 1), ("60000", 2)] {
+        let mut engine = Engine::start(&model, &with(&["--role", "unified", "--drain-ms", limit]));
+        let (listen, _) = engine.serving();
+        let stream = runtime.block_on(async {
+            let mut client = EngineClient::connect(format!("http://{listen}")).await.unwrap();
+            let boot_id = client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id;
+            let request = tandem_wire::proto::WatchLoadRequest {
+                boot_id: boot_id.clone(),
+                min_interval_ms: 0,
+            };
+            let loads = client.watch_load(request).await.unwrap().into_inner();
+            // 470 steps are far from over when the signal comes, in any case they end within the test's patience
+            let request = GenerateRequest {
+                boot_id,
+                prompt_tokens: vec![5; 20],
+                max_new_tokens: 470,
+                ignore_eos: true,
+                ..GenerateRequest::default()
+            };
+            (client.generate(request).await.unwrap().into_inner(), loads)
+        });
+        for _ in 0..signals {
+            engine.signal(libc::SIGTERM);
+            engine.line("\"signal\"");
+        }
+        assert_eq!(engine.wait().code(), Some(0));
+        drop(stream);
+    }
+}
+
+#[test]
+fn a_signal_while_the_model_loads_ends_the_process_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    // a pipe that nobody writes to: the load cannot end by itself
+    let pipe = dir.path().join("model.gguf");
+    let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+    // SAFETY: a valid path, NUL-terminated.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    let ops = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .to_string();
+    let listen = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .to_string();
+    let args = ["--role", "decode", "--listen", &listen, "--ops-listen", &ops];
+    let mut engine = Engine::start(&pipe, &args);
+    engine.line("starting");
+    let deadline = Instant::now() + PATIENCE;
+    while TcpStream::connect(&ops).is_err() {
+        assert!(Instant::now() < deadline);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(get(&ops, "/livez").0, 200);
+    let (status, body) = get(&ops, "/readyz");
+    assert_eq!(status, 503);
+    assert!(body.contains("\"loading\":0"), "{body}");
+    assert!(
+        TcpStream::connect(&listen).is_err(),
+        "requests are refused while nothing can answer them"
+    );
+    engine.signal(libc::SIGTERM);
+    assert_eq!(engine.wait().code(), Some(0));
+}
+
+#[test]
+fn what_cannot_start_says_why_and_exits_1() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = tiny(dir.path());
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().to_string();
+    let cut = dir.path().join("cut.gguf");
+    std::fs::write(&cut, &std::fs::read(&model).unwrap()[..2_000]).unwrap();
+    let missing = dir.path().join("missing.gguf");
+    for (model, args, named) in [
+        (&missing, with(&["--role", "decode"]), "missing.gguf"),
+        (&cut, with(&["--role", "decode"]), "cut off"),
+        (
+            &model,
+            vec!["--role", "decode", "--ops-listen", "127.0.0.1:0", "--listen", &port],
+            "--listen",
+        ),
+        (
+            &model,
+            vec!["--role", "decode", "--listen", "127.0.0.1:0", "--ops-listen", &port],
+            "--ops-listen",
+        ),
+        (
+            &model,
+            vec![
+                "--role",
+                "prefill",
+                "--listen",
+                "127.0.0.1:0",
+                "--ops-listen",
+                "127.0.0.1:0",
+                "--data-listen",
+                &port,
+            ],
+            "--data-listen",
+        ),
+    ] {
+        let mut engine = Engine::start(model, &args);
+        assert_eq!(engine.wait().code(), Some(1), "{named}");
+        let text = engine.rest();
+        let last = text.lines().last().unwrap();
+        assert!(
+            last.starts_with("tandem-engine: ") && last.contains(named),
+            "{last:?} should name {named}"
+        );
+    }
+}
+
+#[test]
+fn a_wrong_command_line_exits_2_and_names_the_flag() {
+    for (args, named) in [
+        (&["--role", "decode"][..], "--model"),
+        (&["--model", "x"][..], "--role"),
+        (
+            &["--model", "x", "--role", "decode", "--max-running", "0"][..],
+            "--max-running",
+        ),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_tandem-engine"))
+            .args(args)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&output.stderr).contains(named));
+    }
+}

@@ -1,0 +1,181 @@
+//! Engines over real gRPC, in this process.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tandem_engine::exec::Executor;
+use tandem_engine::sched::{Role, SchedKnobs, Scheduler};
+use tandem_engine::serve::listen::Reserved;
+use tandem_engine::serve::node::NodeHandle;
+use tandem_engine::serve::{Node, NodeConfig, NodeError};
+use tandem_engine::transfer::{KeepAlive, TimerValues};
+use tandem_telemetry::{Metrics, Readiness};
+use tandem_wire::proto::engine_client::EngineClient;
+use tandem_wire::proto::generate_event::Event;
+use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, Sampling};
+use tandem_wire::{BootId, Failure, Source, TransferId};
+use tokio::task::JoinHandle;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+use super::fake::{FakeConfig, FakeControl, FakeExecutor};
+use super::sched::PATIENCE;
+
+/// A running engine and a client of it.
+pub struct TestNode {
+    pub client: EngineClient<Channel>,
+    pub channel: Channel,
+    pub boot: BootId,
+    pub scheduler: Scheduler,
+    pub addr: SocketAddr,
+    pub handle: NodeHandle,
+    pub readiness: Readiness,
+    pub metrics: Metrics,
+    pub running: JoinHandle<Result<(), NodeError>>,
+}
+
+pub fn config(role: Role) -> NodeConfig {
+    NodeConfig {
+        role,
+        served_name: None,
+        knobs: SchedKnobs::default(),
+        timers: TimerValues::default(),
+        keep_alive: KeepAlive::default(),
+        advertise: None,
+    }
+}
+
+fn loopback() -> Reserved {
+    Reserved::bind("127.0.0.1:0".parse().unwrap(), "a test", "--none").unwrap()
+}
+
+impl TestNode {
+    pub async fn start(executor: Box<dyn Executor>, config: NodeConfig) -> Self {
+        let (metrics, readiness) = (Metrics::new("test", "0"), Readiness::default());
+        let node = Node::start(executor, config, loopback(), Some(loopback()), &metrics, &readiness).unwrap();
+        let (boot, addr, handle) = (node.boot_id(), node.control_addr(), node.handle());
+        let scheduler = node.scheduler().clone();
+        let running = tokio::spawn(node.run());
+        let channel = Channel::from_shared(format!("http://{addr}"))
+            .unwrap()
+            .connect()
+            .await
+            .unwrap();
+        Self {
+            client: EngineClient::new(channel.clone()).max_decoding_message_size(64 << 20),
+            channel,
+            boot,
+            scheduler,
+            addr,
+            handle,
+            readiness,
+            metrics,
+            running,
+        }
+    }
+
+    pub async fn fake(fake: &FakeConfig, config: NodeConfig) -> (Self, FakeControl) {
+        let (executor, control) = FakeExecutor::new(fake);
+        (Self::start(Box::new(executor), config).await, control)
+    }
+
+    /// This engine as a prefill to pull from.
+    pub fn peer(&self) -> proto::Peer {
+        proto::Peer {
+            endpoint: self.addr.to_string(),
+            boot_id: self.boot.to_wire(),
+        }
+    }
+
+    pub fn request(&self, prompt: &[u32], new_tokens: u32) -> GenerateRequest {
+        GenerateRequest {
+            boot_id: self.boot.to_wire(),
+            key: Some(proto::TransferKey {
+                transfer_id: TransferId::random().to_wire(),
+                attempt: 0,
+            }),
+            request_id: "test".to_owned(),
+            prompt_tokens: prompt.to_vec(),
+            sampling: Some(Sampling::default()),
+            max_new_tokens: new_tokens,
+            ignore_eos: true,
+            ..GenerateRequest::default()
+        }
+    }
+
+    pub async fn open(&self, request: GenerateRequest) -> Result<Streaming<GenerateEvent>, Failure> {
+        let mut client = self.client.clone();
+        let opened = client.generate(request).await;
+        opened
+            .map(tonic::Response::into_inner)
+            .map_err(|s| Failure::from_status(&s, Source::Router))
+    }
+
+    /// The whole answer.
+    pub async fn ask(&self, request: GenerateRequest) -> Result<Answer, Failure> {
+        let mut answer = Answer::default();
+        let mut stream = self.open(request).await?;
+        while let Some(event) = next(&mut stream).await? {
+            assert!(answer.cause.is_none(), "an event after the last one");
+            match event {
+                Event::Started(started) => assert_eq!(started.boot_id[..], self.boot.as_bytes()[..]),
+                Event::Phase(phase) => answer.phases.push(phase.kind()),
+                Event::Tokens(tokens) => {
+                    answer.messages += 1;
+                    answer.tokens.extend(tokens.ids);
+                }
+                Event::Finished(finished) => {
+                    answer.cause = Some(finished.cause());
+                    answer.usage = finished.usage.unwrap();
+                }
+                Event::Failure(failure) => return Err(Failure::from_wire(&failure)),
+            }
+        }
+        assert!(answer.cause.is_some(), "the stream ended without its last event");
+        Ok(answer)
+    }
+
+    /// Ends it and sees that it ends well.
+    pub async fn close(self) {
+        self.handle.close();
+        tokio::time::timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Answer {
+    pub tokens: Vec<u32>,
+    /// Messages that held tokens.
+    pub messages: usize,
+    pub phases: Vec<proto::phase::Kind>,
+    pub cause: Option<proto::finished::Cause>,
+    pub usage: proto::Usage,
+}
+
+/// The next event; a broken stream is a failure.
+pub async fn next(stream: &mut Streaming<GenerateEvent>) -> Result<Option<Event>, Failure> {
+    let event = tokio::time::timeout(PATIENCE, stream.message())
+        .await
+        .expect("no event in time");
+    let event = event.map_err(|s| Failure::from_status(&s, Source::Router))?;
+    Ok(event.map(|e| e.event.unwrap()))
+}
+
+/// Waits until `holds`, looking every few milliseconds.
+pub async fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let waited = tokio::time::timeout(PATIENCE, async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    });
+    assert!(waited.await.is_ok(), "{what}: not within {PATIENCE:?}");
+}
+
+/// Tasks that live on this runtime.
+pub fn alive_tasks() -> usize {
+    tokio::runtime::Handle::current().metrics().num_alive_tasks()
+}
