@@ -73,22 +73,20 @@ impl KvCache {
         let page_tokens = pool.page_tokens();
         let needed = total_tokens.max(prompt.len()).div_ceil(page_tokens);
         let matchable = &prompt[..prompt.len().saturating_sub(leave)];
-        match pool.reserve(matchable, needed) {
-            Some((pages, path)) => Ok(SeqPages {
-                cache: Arc::clone(self),
-                cached_tokens: path.depth_tokens(page_tokens),
-                pages: pages.into(),
-                path: Mutex::new(path),
-            }),
-            None => {
-                let stats = pool.stats();
-                Err(NoPages {
-                    needed: needed as u32,
-                    available: stats.available(),
-                    total: stats.total,
-                })
-            }
-        }
+        let Some((pages, path)) = pool.reserve(matchable, needed) else {
+            let stats = pool.stats();
+            return Err(NoPages {
+                needed: needed as u32,
+                available: stats.available(),
+                total: stats.total,
+            });
+        };
+        Ok(SeqPages {
+            cache: Arc::clone(self),
+            cached_tokens: path.depth_tokens(page_tokens),
+            pages: pages.into(),
+            path: Mutex::new(path),
+        })
     }
 
     /// Makes the whole pages of `tokens` findable. `tokens` is the sequence so far, only as far as its KV is complete and

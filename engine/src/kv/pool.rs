@@ -121,16 +121,13 @@ impl Pool {
             return;
         }
         for (edge, &own) in tokens.chunks_exact(self.page_tokens).zip(pages).skip(path.depth) {
-            let node = match self.child(path.tip, edge) {
-                Some(other) => {
-                    self.hold(other);
-                    path.pins.push(other);
-                    other
-                }
-                None => {
-                    self.insert(path.tip, edge, own);
-                    own
-                }
+            let node = if let Some(other) = self.child(path.tip, edge) {
+                self.hold(other);
+                path.pins.push(other);
+                other
+            } else {
+                self.insert(path.tip, edge, own);
+                own
             };
             path.tip = Some(node);
             path.depth += 1;

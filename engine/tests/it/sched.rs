@@ -79,11 +79,11 @@ async fn neighbours_and_aborts_do_not_change_a_requests_tokens() {
             let tokens: Arc<[u32]> = tokens.into();
             let new = 1 + (r >> 16) as u32 % 60;
             let sampling = SampleParams {
-                temperature: if r % 3 == 0 { 0.8 } else { 0.0 },
+                temperature: if r.is_multiple_of(3) { 0.8 } else { 0.0 },
                 top_p: 1.0,
                 seed: r,
             };
-            let gather = r % 2 == 0;
+            let gather = r.is_multiple_of(2);
             let abort_after = (r % 4 == 1).then_some((r >> 24) as usize % 40);
             let scheduler = scheduler.clone();
             let config = config.clone();

@@ -31,7 +31,7 @@ async fn set(node: &TestNode, knobs: Knobs) -> Result<Knobs, Failure> {
     };
     let answer = node.client.clone().set_knobs(request).await;
     answer
-        .map(|k| k.into_inner())
+        .map(tonic::Response::into_inner)
         .map_err(|s| Failure::from_status(&s, Source::Router))
 }
 

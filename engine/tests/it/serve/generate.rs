@@ -138,7 +138,7 @@ async fn neighbours_aborts_and_hand_offs_do_not_change_a_requests_tokens() {
         tokens.extend_from_slice(&prompt(i as u32 + 50, (r >> 8) as usize % 60));
         let new = 2 + (r >> 16) as u32 % 60;
         let sampling = SampleParams {
-            temperature: if r % 3 == 0 { 0.8 } else { 0.0 },
+            temperature: if r.is_multiple_of(3) { 0.8 } else { 0.0 },
             top_p: 1.0,
             seed: r,
         };
@@ -150,10 +150,10 @@ async fn neighbours_aborts_and_hand_offs_do_not_change_a_requests_tokens() {
                 top_p: 1.0,
                 seed: r,
             }),
-            batch_tokens: r % 2 == 0,
+            batch_tokens: r.is_multiple_of(2),
             ..decode.request(&tokens, new)
         };
-        let abort_after = (i % 3 == 0).then_some((r >> 24) as usize % 30);
+        let abort_after = (i.is_multiple_of(3)).then_some((r >> 24) as usize % 30);
         let (decode, fake) = (Arc::clone(&decode), fake.clone());
         tasks.push(tokio::spawn(async move {
             let expected = solo(&fake, &tokens, new as usize, sampling);

@@ -44,8 +44,8 @@ fn mixed(i: u64) -> (Vec<u32>, u32, Sampling) {
     let mut tokens: Vec<u32> = (0..40).map(|t| 3 + (mix(r % 4 + 1_000) + t * t) as u32 % 90).collect();
     tokens.extend((0..(r >> 8) % 50).map(|t| 3 + mix(r ^ t) as u32 % 90));
     let sampling = Sampling {
-        temperature: if r % 3 == 0 { 0.9 } else { 0.0 },
-        top_p: if r % 2 == 0 { 0.8 } else { 0.0 },
+        temperature: if r.is_multiple_of(3) { 0.9 } else { 0.0 },
+        top_p: if r.is_multiple_of(2) { 0.8 } else { 0.0 },
         seed: r,
     };
     (tokens, 2 + (r >> 16) as u32 % 40, sampling)
@@ -79,7 +79,7 @@ async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
             sampling: Some(sampling),
             ..decode.request(&tokens, new)
         };
-        let abort_after = (i % 3 == 0).then_some(mix(i) as usize % 20);
+        let abort_after = (i.is_multiple_of(3)).then_some(mix(i) as usize % 20);
         let decode = Arc::clone(&decode);
         tasks.push(tokio::spawn(async move {
             let Some(after) = abort_after else {
