@@ -19,6 +19,12 @@ MANIFEST = "examples/smollm2.yaml"
 STATE = ROOT / ".demo" / "state"
 TANDEM = ROOT / "target" / "release" / "tandem"
 QUESTION = "What is the capital of France?"
+# Of its own accord the model takes the role of its default system prompt, and answers this one in French and without sense;
+# llama.cpp gives the same.
+MESSAGES = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": QUESTION},
+]
 START_SECONDS = 120
 
 
@@ -75,7 +81,7 @@ Stop it:
 
 
 def ask(url: str, model: str) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
+    body = {"model": model, "messages": MESSAGES, "max_tokens": 64, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

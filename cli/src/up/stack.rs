@@ -354,9 +354,10 @@ fn describe(info: &EngineInfo) -> String {
 pub fn banner(state: &State) -> String {
     let base = base_url(state.http);
     let model = serde_json::Value::from(state.model.as_str());
-    let question = r#""messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32"#;
+    let messages = r#"[{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "What is the capital of France?"}]"#;
+    let body = format!(r#"{{"model": {model}, "messages": {messages}, "max_tokens": 32, "temperature": 0}}"#);
     // Inside single quotes of a shell only the single quote itself is special.
-    let body = format!(r#"{{"model": {model}, {question}}}"#).replace('\'', r"'\''");
+    let body = body.replace('\'', r"'\''");
     format!(
         "\nOpenAI clients: base URL {base}/v1, model {}\n\n    curl -sS {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
         state.model
