@@ -70,6 +70,13 @@ fn pieces_with_space_marks_and_byte_tokens_decode_otherwise_than_the_reference()
         with_bytes += usize::from(!want.is_ascii());
         assert_eq!(text.decode(ids, true).unwrap(), *want);
     }
+    let inner = text.encode_chat("xy").unwrap();
+    assert_eq!(text.decode(&inner, true).unwrap(), "xy");
+    let end = text.decode(&inner[inner.len() - 1..], true).unwrap();
+    assert!(
+        "xy".ends_with(&end) && !end.is_empty(),
+        "only a space is stripped, not {end:?}"
+    );
     assert!(
         with_bytes > 50,
         "the corpus must have characters that are spelled as bytes"

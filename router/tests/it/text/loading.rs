@@ -5,7 +5,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use tandem_router::text::{ChatInput, Message, Text, TextError};
 
-use super::{data, gguf_string, tiny_with};
+use super::{TINY, data, gguf_string, tiny_with};
 
 fn failure(path: &Path) -> String {
     match Text::load(path) {
@@ -43,6 +43,29 @@ fn an_id_that_does_not_exist_becomes_a_special_token() {
     let id = [4u32.to_le_bytes(), 100_000u32.to_le_bytes()].concat();
     let text = failure(&tiny_with(folder.path(), "tokenizer.ggml.eos_token_id", Some(&id)));
     assert!(text.contains("eos_token_id is 100000"), "{text}");
+}
+
+#[test]
+fn a_vocabulary_that_contradicts_itself_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let kinds = |count: u64, kind: i32| {
+        let all = vec![kind.to_le_bytes(); count as usize].concat();
+        [&9u32.to_le_bytes()[..], &5u32.to_le_bytes(), &count.to_le_bytes(), &all].concat()
+    };
+    let with_kinds = |kinds: &[u8]| failure(&tiny_with(folder.path(), "tokenizer.ggml.token_type", Some(kinds)));
+    let tokens = TINY.vocabulary().len() as u64;
+    assert!(with_kinds(&kinds(3, 1)).contains(&format!("{tokens} tokens but 3 token types")));
+    assert!(with_kinds(&kinds(tokens, 7)).contains("is of type 7"));
+
+    let mut bytes = std::fs::read(data("tiny.gguf")).unwrap();
+    let at = bytes
+        .windows(13)
+        .position(|window| window == b"\x05\0\0\0\0\0\0\0zebra")
+        .unwrap();
+    bytes[at + 8..at + 13].copy_from_slice("Ġthe".as_bytes());
+    let path = folder.path().join("twice.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    assert!(failure(&path).contains("are both \"Ġthe\""));
 }
 
 #[test]

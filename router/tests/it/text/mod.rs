@@ -37,6 +37,7 @@ fn tiny_with(folder: &Path, key: &str, value: Option<&[u8]>) -> PathBuf {
             4 => 4,
             7 => 1,
             8 => 8 + u64::from_le_bytes(bytes[at + 4..at + 12].try_into().unwrap()) as usize,
+            9 => 12 + 4 * u64::from_le_bytes(bytes[at + 8..at + 16].try_into().unwrap()) as usize,
             other => panic!("{key} is of type {other}, which this helper does not skip"),
         };
     let mut out = bytes[..start].to_vec();
