@@ -130,7 +130,7 @@ mod tests {
             for endpoint in [Endpoint::Chat, Endpoint::Completions] {
                 let chunks = Chunks::new(&Head::new(endpoint, &model), true);
                 let bytes = chunks.text(3, &text);
-                prop_assert_eq!(bytes.iter().filter(|b| **b == b'\n').count(), 2);
+                prop_assert_eq!(std::str::from_utf8(&bytes).unwrap().matches('\n').count(), 2);
                 let json = payload(&bytes);
                 prop_assert_eq!(&json["model"], &model);
                 let choice = &json["choices"][0];

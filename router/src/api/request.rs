@@ -84,7 +84,7 @@ macro_rules! body {
                 refuse("n", self.n.is_some_and(|n| n != 1), "only 1 is supported")?;
                 refuse("presence_penalty", self.presence_penalty.is_some_and(|v| v != 0.0), "only 0 is supported")?;
                 refuse("frequency_penalty", self.frequency_penalty.is_some_and(|v| v != 0.0), "only 0 is supported")?;
-                refuse("repetition_penalty", self.repetition_penalty.is_some_and(|v| v != 1.0), "only 1 is supported")?;
+                refuse("repetition_penalty", self.repetition_penalty.is_some_and(|v| (v - 1.0).abs() > 0.0), "only 1 is supported")?;
                 refuse("top_k", self.top_k.is_some_and(|v| v > 0), "only 0 and -1 (off) are supported")?;
                 refuse("min_p", self.min_p.is_some_and(|v| v != 0.0), "only 0 is supported")?;
                 refuse("min_tokens", self.min_tokens.is_some_and(|v| v != 0), "only 0 is supported")?;

@@ -26,11 +26,10 @@ impl Breaker {
     /// May a request go? `Err`: not before that time, as far as is known.
     pub fn allows(&self, now: Instant) -> Result<(), Instant> {
         match self.open {
-            None => Ok(()),
             // the trial's own end tells those who wait
             Some(open) if open.trial => Err(now + open.lasts),
             Some(open) if now < open.until => Err(open.until),
-            Some(_) => Ok(()),
+            Some(_) | None => Ok(()),
         }
     }
 

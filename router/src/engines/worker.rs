@@ -184,7 +184,11 @@ impl Shared {
             let mut text = format!("{} {what}: {error}", self.endpoint);
             let mut cause = error.source();
             while let Some(error) = cause {
-                text.push_str(&format!(": {error}"));
+                // some of the layers say the same
+                let words = error.to_string();
+                if !text.contains(&words) {
+                    text = format!("{text}: {words}");
+                }
                 cause = error.source();
             }
             text

@@ -422,8 +422,12 @@ impl Choice {
     /// The call failed by its status.
     async fn broke(&mut self, lease: Box<Lease>, status: &tonic::Status) -> Option<Event> {
         let carried = status.metadata().get_bin(FAILURE_KEY).is_some();
-        self.fail(lease, Failure::from_status(status, Source::Router), carried)
-            .await
+        let mut failure = Failure::from_status(status, Source::Router);
+        if !carried {
+            let endpoint = &lease.decode.session().endpoint;
+            failure.detail = format!("the call to decode {endpoint} broke: {}", failure.detail);
+        }
+        self.fail(lease, failure, carried).await
     }
 
     /// Judges a failure; none: the next attempt is due.

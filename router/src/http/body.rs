@@ -17,7 +17,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::error::RouterError;
 
 /// From the head to the end of a request's body.
-const ARRIVAL: Duration = Duration::from_secs(60);
+const ARRIVAL: Duration = Duration::from_mins(1);
 /// A body over the limit is read on for so long, so that its sender gets to read the refusal instead of a reset.
 const LINGER: Duration = Duration::from_secs(2);
 

@@ -61,7 +61,7 @@ pub async fn answer(
         open.streamed();
         stream(app, head, &prepared, run, account).await
     } else {
-        let choices = run.to_the_end(open).await?;
+        let choices = run.finish(open).await?;
         Ok(routes::json(StatusCode::OK, whole(&head, &choices)))
     }
 }
@@ -110,7 +110,7 @@ impl Run {
         }
     }
 
-    async fn to_the_end(mut self, account: &mut Account) -> Result<Vec<Whole>, RouterError> {
+    async fn finish(mut self, account: &mut Account) -> Result<Vec<Whole>, RouterError> {
         let mut texts = vec![String::new(); self.choices];
         let mut ends: Vec<Option<Done>> = vec![None; self.choices];
         let mut open = self.choices;

@@ -199,13 +199,11 @@ pub async fn events(response: reqwest::Response) -> Events {
     let mut body = response.bytes_stream();
     let (mut events, mut buffer, mut bytes) = (Events::default(), String::new(), Vec::new());
     while let Some(piece) = body.next().await {
-        match piece {
-            Ok(piece) => bytes.extend_from_slice(&piece),
-            Err(_) => {
-                events.broken = true;
-                break;
-            }
-        }
+        let Ok(piece) = piece else {
+            events.broken = true;
+            break;
+        };
+        bytes.extend_from_slice(&piece);
         if let Ok(text) = std::str::from_utf8(&bytes) {
             buffer.push_str(text);
             bytes.clear();

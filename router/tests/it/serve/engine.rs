@@ -43,7 +43,7 @@ pub fn ids(text: &str) -> Vec<u32> {
 pub enum Step {
     Started,
     Phase(phase::Kind),
-    /// One message for each token of this text.
+    /// This text: a message for each token, or one for all where the caller wants tokens gathered.
     Spell(&'static str),
     /// Waits until the test lets it go on.
     Hold,
@@ -89,8 +89,10 @@ pub struct Shape {
     pub model_hash: u8,
     pub max_running: u32,
     pub max_length_tokens: u32,
-    /// Takes calls that mean another boot.
-    pub lenient: bool,
+    /// Between two tokens.
+    pub token_ms: u64,
+    /// Keeps what it was asked.
+    pub remembers: bool,
 }
 
 impl Default for Shape {
@@ -100,7 +102,8 @@ impl Default for Shape {
             model_hash: 1,
             max_running: 4,
             max_length_tokens: 512,
-            lenient: false,
+            token_ms: 0,
+            remembers: true,
         }
     }
 }
@@ -295,7 +298,7 @@ impl Engine for Service {
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let open = Open::new(&self.0);
         let request = request.into_inner();
-        if request.boot_id != self.0.boot.to_wire() && !self.0.shape.lenient {
+        if request.boot_id != self.0.boot.to_wire() {
             return Err(Failure::stale_boot(Source::Decode, &request.boot_id, self.0.boot).to_status());
         }
         let script = self
@@ -304,8 +307,10 @@ impl Engine for Service {
             .lock()
             .pop_front()
             .unwrap_or_else(|| self.0.standing.lock().clone());
-        let prompt = request.prompt_tokens.len() as u32;
-        self.0.calls.lock().push(request);
+        let (prompt, gathered) = (request.prompt_tokens.len() as u32, request.batch_tokens);
+        if self.0.shape.remembers {
+            self.0.calls.lock().push(request);
+        }
         let mut steps = script.into_iter().peekable();
         // before the head of the answer
         while let Some(step) = steps.next_if(|step| matches!(step, Step::Hold | Step::Refuse(_))) {
@@ -324,9 +329,14 @@ impl Engine for Service {
                     Step::Started => yield event(Event::Started(Started { boot_id: inner.boot.to_wire() })),
                     Step::Phase(kind) => yield event(Event::Phase(Phase { kind: kind.into() })),
                     Step::Spell(text) => {
-                        for id in ids(text) {
-                            said += 1;
-                            yield event(Event::Tokens(Tokens { ids: vec![id] }));
+                        let ids = ids(text);
+                        said += ids.len() as u32;
+                        let size = if gathered { ids.len() } else { 1 };
+                        for ids in ids.chunks(size) {
+                            yield event(Event::Tokens(Tokens { ids: ids.to_vec() }));
+                            if inner.shape.token_ms > 0 {
+                                tokio::time::sleep(Duration::from_millis(inner.shape.token_ms)).await;
+                            }
                         }
                     }
                     Step::Flood => {

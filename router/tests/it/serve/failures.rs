@@ -108,7 +108,7 @@ async fn attempts_have_no_end() {
     assert_eq!((answer.status, answer.code().as_str()), (502, "incomplete"));
     assert_eq!(answer.json()["error"]["source"], "decode");
     assert_eq!(decode.calls().len(), 3);
-    assert_eq!(stack.sample("tandem_router_retries_total{reason=\"incomplete\"}"), 2.0);
+    assert_eq!(stack.sample("tandem_router_retries_total{reason=\"incomplete\"}"), 2);
 }
 
 #[tokio::test]
@@ -147,7 +147,7 @@ async fn without_a_prefill_the_policy_decides_and_nothing_is_silent() {
         // until the router has noticed, the scripted decode answers all the same
         let answer = loop {
             let answer = stack.client.chat(json!({})).await;
-            let noticed = answer.status != 200 || stack.sample(counted) > 0.0;
+            let noticed = answer.status != 200 || stack.sample(counted) > 0;
             if noticed || lost.elapsed() > PATIENCE {
                 break answer;
             }
@@ -289,10 +289,10 @@ async fn a_held_prefill_keeps_its_place_while_decode_speaks() {
     let response = stack.client.streaming(json!({})).await;
     let labels = format!("{{role=\"prefill\",endpoint=\"{}\"}}", prefill.endpoint());
     stack
-        .reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0.0)
+        .reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0)
         .await;
     let labels = format!("{{role=\"decode\",endpoint=\"{}\"}}", decode.endpoint());
-    assert_eq!(stack.sample(&format!("tandem_router_upstream_in_flight{labels}")), 1.0);
+    assert_eq!(stack.sample(&format!("tandem_router_upstream_in_flight{labels}")), 1);
     decode.release();
     assert!(events(response).await.done);
 }

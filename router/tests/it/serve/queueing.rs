@@ -40,7 +40,7 @@ async fn a_full_engine_gets_more_than_it_can_run() {
         let user = format!("number {place}");
         let body = json!({"messages": [{"role": "user", "content": user}]});
         waiting.push(tokio::spawn(async move { client.chat(body).await }));
-        stack.reaches("tandem_router_queue_depth", f64::from(place)).await;
+        stack.reaches("tandem_router_queue_depth", place).await;
     }
     assert_eq!(decode.calls().len(), 1);
     for _ in 0..4 {
@@ -70,7 +70,7 @@ async fn a_full_queue_takes_more_or_does_not_say_when_to_come_back() {
     let first = fill(&stack, &decode).await;
     let client = stack.client.clone();
     let second = tokio::spawn(async move { client.chat(json!({})).await });
-    stack.reaches("tandem_router_queue_depth", 1.0).await;
+    stack.reaches("tandem_router_queue_depth", 1).await;
     let third = stack.client.chat(json!({})).await;
     assert_eq!((third.status, third.code().as_str()), (429, "queue_full"));
     assert_eq!(third.header("retry-after"), Some("1"));
@@ -108,7 +108,7 @@ async fn a_refusal_for_lack_of_room_reaches_the_client_although_room_comes() {
     // each report of the load lets it ask again, more often than a failure would be tried again
     for calls in 1..=5 {
         decode.called(calls).await;
-        stack.reaches("tandem_router_queue_depth", 1.0).await;
+        stack.reaches("tandem_router_queue_depth", 1).await;
         decode.report(Load {
             free_pages: calls as u32,
             ..Load::default()
@@ -121,7 +121,7 @@ async fn a_refusal_for_lack_of_room_reaches_the_client_although_room_comes() {
         .map(|call| call.key.as_ref().unwrap().attempt)
         .collect();
     assert_eq!(attempts, [0, 1, 2, 3, 4, 5]);
-    assert_eq!(stack.sample("tandem_router_retries_total{reason=\"no_capacity\"}"), 5.0);
+    assert_eq!(stack.sample("tandem_router_retries_total{reason=\"no_capacity\"}"), 5);
 }
 
 #[tokio::test]
@@ -143,9 +143,9 @@ async fn a_refused_request_loses_its_place_in_the_line() {
     let early = ask("early");
     decode.called(1).await;
     let late = ask("late");
-    stack.reaches("tandem_router_queue_depth", 1.0).await;
+    stack.reaches("tandem_router_queue_depth", 1).await;
     decode.release();
-    stack.reaches("tandem_router_queue_depth", 2.0).await;
+    stack.reaches("tandem_router_queue_depth", 2).await;
     decode.report(Load {
         free_pages: 1,
         ..Load::default()
@@ -171,7 +171,7 @@ async fn an_engine_full_of_others_requests_is_asked() {
     stack.knows_of(&decode, 1).await;
     let client = stack.client.clone();
     let request = tokio::spawn(async move { client.chat(json!({})).await });
-    stack.reaches("tandem_router_queue_depth", 1.0).await;
+    stack.reaches("tandem_router_queue_depth", 1).await;
     assert!(decode.calls().is_empty());
     decode.report(Load::default());
     assert_eq!(request.await.unwrap().content(), "Paris");

@@ -179,7 +179,7 @@ async fn an_http2_stream_that_is_not_read_holds_its_engine_or_its_neighbours() {
     let response = client.send_request(chat(&stack, json!({}))).await.unwrap();
     assert!(String::from_utf8_lossy(&response.into_body().collect().await.unwrap().to_bytes()).contains("Paris"));
     decode.idle().await;
-    stack.reaches("tandem_router_client_stalled_total", 1.0).await;
+    stack.reaches("tandem_router_client_stalled_total", 1).await;
     stack.at_rest(&[&decode]).await;
     drop(stuck);
 }

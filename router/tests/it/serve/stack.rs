@@ -25,7 +25,7 @@ pub async fn stack(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Sta
             stack
                 .reaches(
                     &format!("tandem_router_upstream_up{{role=\"{role}\",endpoint=\"{endpoint}\"}}"),
-                    1.0,
+                    1,
                 )
                 .await;
         }
@@ -69,16 +69,16 @@ impl Stack {
     }
 
     /// A sample of `/metrics`, 0 where there is none.
-    pub fn sample(&self, name: &str) -> f64 {
+    pub fn sample(&self, name: &str) -> i64 {
         let text = self.metrics.encode().unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.map_or(0.0, |value| value.parse().unwrap())
+        line.map_or(0, |value| value.parse().unwrap())
     }
 
     /// Waits until a sample has a value.
-    pub async fn reaches(&self, name: &str, value: f64) {
+    pub async fn reaches(&self, name: &str, value: i64) {
         let wait = async {
-            while (self.sample(name) - value).abs() > 1e-9 {
+            while self.sample(name) != value {
                 tokio::time::sleep(std::time::Duration::from_millis(2)).await;
             }
         };
@@ -95,13 +95,13 @@ impl Stack {
 
     /// Waits until nothing of any request is left.
     pub async fn at_rest(&self, engines: &[&Mock]) {
-        self.reaches("tandem_router_in_flight", 0.0).await;
-        self.reaches("tandem_router_queue_depth", 0.0).await;
+        self.reaches("tandem_router_in_flight", 0).await;
+        self.reaches("tandem_router_queue_depth", 0).await;
         for mock in engines {
             mock.idle().await;
             for side in ["prefill", "decode"] {
                 let labels = format!("{{role=\"{side}\",endpoint=\"{}\"}}", mock.endpoint());
-                self.reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0.0)
+                self.reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0)
                     .await;
             }
         }
