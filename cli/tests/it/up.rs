@@ -133,7 +133,8 @@ fn pid(state: &Value, index: usize) -> u32 {
     u32::try_from(state["processes"][index]["pid"].as_u64().unwrap()).unwrap()
 }
 
-fn kill(signal: &str, pid: impl ToString) {
+/// A signal to a process, or to a group by its negated id.
+fn kill(signal: &str, pid: i64) {
     assert!(
         Command::new("kill")
             .args([signal, "--", &pid.to_string()])
@@ -189,7 +190,7 @@ fn starts_in_order_says_where_it_serves_and_stops_in_the_opposite_order() {
     let child = place.up(&["--log-dir", "logs"]).process_group(0).spawn().unwrap();
     let state = place.state(ready);
     // As a terminal does on Ctrl-C: to the whole process group.
-    kill("-INT", &format!("-{}", child.id()));
+    kill("-INT", -i64::from(child.id()));
     let output = end(child);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(0), "{text}");
@@ -326,11 +327,11 @@ fn a_dead_child_is_reported_and_serves_again_on_its_port() {
     let place = Place::new();
     let child = place.up(&[]).spawn().unwrap();
     let before = place.state(ready);
-    kill("-KILL", pid(&before, 1));
+    kill("-KILL", pid(&before, 1).into());
     let after = place.state(|state| state["processes"][1]["restarts"] == 1 && state["processes"][1]["ready"] == true);
     assert_ne!(pid(&before, 1), pid(&after, 1));
     assert_eq!(pid(&before, 0), pid(&after, 0), "prefill was not touched");
-    kill("-TERM", child.id());
+    kill("-TERM", child.id().into());
     let output = end(child);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(0), "{text}");
@@ -360,7 +361,7 @@ fn a_child_that_dies_three_times_in_a_minute_ends_the_whole() {
         });
         assert_ne!(pid(&state, 0), last);
         last = pid(&state, 0);
-        kill("-KILL", last);
+        kill("-KILL", last.into());
     }
     let output = end(child);
     let text = stderr(&output);
