@@ -48,6 +48,7 @@ pub struct SchedMetrics {
     requests: Family<KindLabel, Counter>,
     pub(super) finished: Counter,
     pub(super) aborted: Counter,
+    recomputed: Counter,
     failures: Family<ReasonLabel, Counter>,
 }
 
@@ -69,6 +70,7 @@ impl Default for SchedMetrics {
             requests: Family::default(),
             finished: Counter::default(),
             aborted: Counter::default(),
+            recomputed: Counter::default(),
             failures: Family::default(),
         };
         initialise(
@@ -117,6 +119,11 @@ impl SchedMetrics {
         registry.register("requests", "Requests that came", self.requests.clone());
         registry.register("finished", "Requests that ended well", self.finished.clone());
         registry.register("aborted", "Requests whose owner left", self.aborted.clone());
+        registry.register(
+            "recomputed",
+            "Requests whose prefill failed and was done here",
+            self.recomputed.clone(),
+        );
         registry.register("failures", "Requests refused or failed", self.failures.clone());
     }
 
@@ -138,6 +145,16 @@ impl SchedMetrics {
 
     pub(super) fn request(&self, kind: &'static str) {
         self.requests.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    /// Counts a request that ended well without the loop: its first token came from a prefill and ended it.
+    pub fn finished(&self) {
+        self.finished.inc();
+    }
+
+    /// Counts a request whose prefill failed and is done here.
+    pub fn recomputed(&self) {
+        self.recomputed.inc();
     }
 
     /// Counts a refusal or failure.

@@ -35,6 +35,7 @@ pub(super) fn run(shared: &Arc<Shared>, executor: Box<dyn Executor>) {
                 .map(String::as_str)
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
+            tracing::error!(text, "a step panicked");
             (Reason::Internal, format!("a step panicked: {text}"))
         }
     };
@@ -70,7 +71,7 @@ struct Run {
 enum Outcome {
     Runs,
     Ends(Option<super::seq::Cause>),
-    NotFinite,
+    Fails(&'static str),
 }
 
 impl Run {
@@ -290,10 +291,12 @@ impl Run {
             prompt += u64::from(of_prompt);
             decode += u64::from(part.tokens - of_prompt);
             seq.advance(part.tokens, self.step);
-            let outcome = match sampled {
-                Sampled::None => Outcome::Runs,
-                Sampled::NotFinite => Outcome::NotFinite,
-                Sampled::Token(token) => {
+            let asked = seq.computed == seq.tokens.len();
+            let outcome = match (sampled, asked) {
+                (Sampled::NotFinite, _) => Outcome::Fails("hold NaN or infinity"),
+                (Sampled::None, true) => Outcome::Fails("were not sampled"),
+                (Sampled::None | Sampled::Token(_), false) => Outcome::Runs,
+                (Sampled::Token(token), true) => {
                     if of_prompt > 0 {
                         // only now is the prompt's KV known to be finite
                         self.shared
@@ -324,8 +327,8 @@ impl Run {
                     self.shared.metrics.finished.inc();
                     seq.finish(cause, now);
                 }
-                Outcome::NotFinite => {
-                    let detail = format!("the logits after token {} hold NaN or infinity", seq.computed);
+                Outcome::Fails(why) => {
+                    let detail = format!("the logits after token {} {why}", seq.computed);
                     seq.fail(self.shared.failure(Reason::Internal, detail));
                 }
             }

@@ -182,6 +182,7 @@ impl Scheduler {
 
     /// Declares the loop dead, because its step hangs: whatever waits for it fails at once, nothing is admitted any more.
     pub fn give_up(&self, why: &str) {
+        tracing::error!(why, "the scheduler is given up");
         self.shared().die(why);
     }
 
@@ -288,6 +289,12 @@ impl Scheduler {
             .cached_tokens
             .inc_by(seq.admitted.pages.cached_tokens().into());
         match params.first {
+            Some(first) if first >= shared.spec.vocab_size => {
+                let size = shared.spec.vocab_size;
+                let detail = format!("the prefill's first token is {first}, the vocabulary has {size}");
+                seq.fail(shared.failure(Reason::Internal, detail));
+                return SeqStream(reader);
+            }
             Some(first) => {
                 seq.computed = seq.prompt_len;
                 shared.cache.publish(&seq.tokens, &seq.admitted.pages);

@@ -181,7 +181,6 @@ impl Shared {
         self.health.send_if_modified(|health| {
             let alive = *health == Health::Alive;
             if alive {
-                tracing::error!(why, "the scheduler is dead");
                 *health = Health::Dead(why.into());
             }
             alive

@@ -65,7 +65,7 @@ pub(super) fn start(
             biased;
             () = gone.closed() => tracing::debug!("the caller left"),
             () = shared.closing.cancelled() => {
-                let failure = shared.failure(Reason::Draining, "this engine is shutting down; use another");
+                let failure = shared.last_word();
                 let _ = fail(&shared, &events, &failure).await;
             }
             _ = serve(&shared, asked, admitted, &events) => {}
@@ -176,6 +176,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
             if let Some(cause) = pulled.finished {
                 // no KV came and none is needed
                 drop(admitted);
+                shared.scheduler.metrics().finished();
                 if cause == Cause::Length {
                     usage.completion_tokens = 1;
                     let ids = vec![pulled.first_token];
@@ -192,12 +193,14 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
                 Err(refused) => return fail(shared, events, &refused).await,
             };
             usage.recomputed = true;
+            shared.scheduler.metrics().recomputed();
             phase(events, PhaseKind::Prefill).await?;
             generate(shared, asked, admitted, None, usage, events).await
         }
         Err(failure) => {
             // the caller may try again at once: what this attempt held is free before it knows
             drop(admitted);
+            shared.scheduler.metrics().failure(failure.reason);
             fail(shared, events, &failure).await
         }
     }
@@ -292,7 +295,10 @@ async fn generate(
                 }
                 return finish(events, done.cause, usage).await;
             }
-            Some(SeqEvent::Failed(failure)) => return fail(shared, events, &failure).await,
+            Some(SeqEvent::Failed(failure)) => {
+                tracing::warn!(request_id = asked.request_id, "request failed: {failure}");
+                return fail(shared, events, &failure).await;
+            }
             None => {
                 let failure = shared.failure(Reason::Internal, "the sequence ended without a word");
                 return fail(shared, events, &failure).await;

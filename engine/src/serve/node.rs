@@ -1,14 +1,14 @@
 //! One engine: scheduler, both ends of transfer, the two watchdogs, and its identity.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use tandem_telemetry::{Metrics, Readiness, State};
 use tandem_wire::proto::engine_server::EngineServer;
-use tandem_wire::{BootId, Failure};
+use tandem_wire::{BootId, Failure, Reason};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -28,6 +28,9 @@ const TOKEN_BYTES: usize = 5;
 const LENGTH_ROOM: usize = 4;
 /// What a message holds beside the prompt.
 const MESSAGE_ROOM: usize = 4 << 20;
+/// Calls of one connection at once. More would wait in the caller's HTTP/2 stack, where nobody sees them; hyper's default
+/// of 200 is less than the sequences that an engine may run.
+const CONTROL_STREAMS: u32 = 16_384;
 /// Once all is over, connections get this long to take their last bytes.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -77,8 +80,10 @@ pub(super) struct Shared {
     pub(super) model_name: String,
     pub(super) started: Instant,
     pub(super) readiness: Readiness,
-    /// Nothing is answered any more.
+    /// Nothing is answered any more …
     pub(super) closing: CancellationToken,
+    /// … because of this, if not because the process was told to end.
+    death: OnceLock<String>,
     /// Requests under way.
     pub(super) requests: TaskTracker,
     /// Knobs are read, changed and written under this lock.
@@ -165,6 +170,7 @@ impl Node {
                 started: Instant::now(),
                 readiness: readiness.clone(),
                 closing: CancellationToken::new(),
+                death: OnceLock::new(),
                 requests: TaskTracker::new(),
                 knobs: parking_lot::Mutex::new(()),
                 ending: AtomicBool::new(false),
@@ -225,6 +231,7 @@ impl Node {
         let server = self
             .keep_alive
             .server()
+            .max_concurrent_streams(Some(CONTROL_STREAMS))
             .add_service(health)
             .add_service(engine)
             .add_optional_service(shared.source.as_ref().map(Source::control))
@@ -249,6 +256,7 @@ impl Node {
             }
             why = died => {
                 shared.readiness.set(State::Failed { reason: why.clone() });
+                let _ = shared.death.set(why.clone());
                 Err(NodeError::Dead(why))
             }
         };
@@ -305,7 +313,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn failure(&self, reason: tandem_wire::Reason, detail: impl Into<String>) -> Failure {
+    pub(super) fn failure(&self, reason: Reason, detail: impl Into<String>) -> Failure {
         self.scheduler.metrics().failure(reason);
         Failure::new(reason, self.scheduler.role().source(), detail)
     }
@@ -315,8 +323,16 @@ impl Shared {
         if meant == self.boot_id.as_bytes() {
             return Ok(());
         }
-        self.scheduler.metrics().failure(tandem_wire::Reason::StaleBoot);
+        self.scheduler.metrics().failure(Reason::StaleBoot);
         Err(Failure::stale_boot(self.scheduler.role().source(), meant, self.boot_id))
+    }
+
+    /// What a request is told that is still under way when all closes.
+    pub(super) fn last_word(&self) -> Failure {
+        match self.death.get() {
+            Some(why) => self.failure(Reason::Internal, format!("this engine is dead: {why}")),
+            None => self.failure(Reason::Draining, "this engine is shutting down; use another"),
+        }
     }
 
     /// Admission is closed, or opened again.

@@ -8,6 +8,7 @@ use tandem_engine::sched::{Admission, Cause, GenParams, Health, PrefillEvent, Ro
 use tandem_wire::{Reason, Source};
 
 use crate::support::fake::{END_TOKEN, FakeConfig, FakeExecutor, mix, solo};
+use crate::support::node::eventually;
 use crate::support::sched::{
     GREEDY, PATIENCE, collect, collect_prefill, generate, params, prefill_params, prompt, start, until_idle,
 };
@@ -282,6 +283,9 @@ async fn a_prefill_that_waits_for_pages_starts_when_they_are_released_and_nobody
     let mut small = scheduler.prefill(prefill_params(&prompt(3, 8))).unwrap();
     assert!(matches!(large.recv().await, Some(PrefillEvent::Queued { ahead: 0 })));
     assert!(matches!(small.recv().await, Some(PrefillEvent::Queued { ahead: 1 })));
+    // the loop has looked at both, and one page is free
+    let submitted = Instant::now();
+    eventually("the loop looks", || scheduler.load_now().last_step > submitted).await;
     assert_eq!(scheduler.load_now().waiting, 2);
     drop((held, holder));
     let large_events = collect_prefill(&mut large).await;
@@ -838,4 +842,27 @@ async fn the_last_handle_dropped_ends_the_loop_and_tells_its_requests() {
     assert_eq!(failure.reason, Reason::Draining);
     assert!(failure.detail.contains("shutting down"), "{failure}");
     assert_eq!(cache.stats().held, 0);
+}
+
+#[tokio::test]
+async fn a_first_token_outside_of_the_vocabulary_fails_its_request_and_reaches_no_step() {
+    let config = FakeConfig::default();
+    let (scheduler, control) = start(&config, Role::Decode, SchedKnobs::default());
+    let admission = Admission {
+        prompt: prompt(1, 20),
+        max_new_tokens: 5,
+        pulled: true,
+    };
+    let given = GenParams {
+        first: Some(2_048),
+        computed: 20,
+        ..params(5)
+    };
+    let failure = collect(scheduler.generate(scheduler.admit(&admission).unwrap(), given))
+        .await
+        .unwrap_err();
+    assert_eq!(failure.reason, Reason::Internal);
+    assert!(failure.detail.contains("2048"), "{failure}");
+    assert_eq!(control.steps(), 0);
+    until_idle(&scheduler).await;
 }

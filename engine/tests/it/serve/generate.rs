@@ -422,6 +422,8 @@ async fn a_failed_prefill_is_recomputed_if_the_policy_says_so_and_told_if_not() 
         ),
         (true, 100, 0)
     );
+    let counted = decode.metrics.encode().unwrap();
+    assert!(counted.contains("tandem_engine_recomputed_total 1\n"), "{counted}");
     decode.close().await;
     let (answer, _, decode) = failing(fail, OnPrefillFailure::Fail).await;
     let failure = answer.unwrap_err();
@@ -481,4 +483,40 @@ async fn what_is_under_way_when_the_engine_ends_is_told_so() {
         last = Some(event);
     }
     assert!(matches!(last, Some(Event::Failure(f)) if f.reason() == Reason::Draining));
+}
+
+#[tokio::test]
+async fn more_requests_than_http2_allows_by_default_run_at_once_on_one_connection() {
+    let fake = FakeConfig {
+        max_step_seqs: 256,
+        total_pages: 1_024,
+        ..FakeConfig::default()
+    };
+    let wide = NodeConfig {
+        knobs: SchedKnobs {
+            max_running: 256,
+            ..SchedKnobs::default()
+        },
+        ..config(Role::Unified)
+    };
+    let (node, control) = TestNode::fake(&fake, wide).await;
+    control.pause();
+    let mut streams = Vec::new();
+    for i in 0..250 {
+        let mut stream = node.open(node.request(&prompt(i, 10), 3)).await.unwrap();
+        assert!(matches!(next(&mut stream).await.unwrap(), Some(Event::Started(_))));
+        streams.push(stream);
+    }
+    control.resume();
+    for (i, mut stream) in streams.into_iter().enumerate() {
+        let mut tokens = Vec::new();
+        while let Some(event) = next(&mut stream).await.unwrap() {
+            if let Event::Tokens(more) = event {
+                tokens.extend(more.ids);
+            }
+        }
+        assert_eq!(tokens, solo(&fake, &prompt(i as u32, 10), 3, GREEDY));
+    }
+    until_idle(&node.scheduler).await;
+    node.close().await;
 }

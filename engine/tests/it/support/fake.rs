@@ -90,7 +90,11 @@ impl FakeControl {
     }
     /// While paused: `n` more steps may start.
     pub fn allow(&self, n: u64) {
-        self.change(|c| c.allowed = c.allowed.map(|a| a + n));
+        self.change(|c| {
+            c.allowed = c.allowed.map(|a| a + n);
+            // whoever waits says so again
+            c.waiting = false;
+        });
     }
     /// Steps run freely.
     pub fn resume(&self) {
