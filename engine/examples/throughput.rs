@@ -13,7 +13,11 @@ use tandem_engine::backend::cpu::Isa;
 use tandem_engine::exec::{Executor, KvRun, SampleParams, StepSeq};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
 
-const GREEDY: SampleParams = SampleParams { temperature: 0.0, top_p: 1.0, seed: 0 };
+const GREEDY: SampleParams = SampleParams {
+    temperature: 0.0,
+    top_p: 1.0,
+    seed: 0,
+};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
@@ -27,11 +31,19 @@ fn main() -> Result<(), Box<dyn Error>> {
     options.kv = KvBudget::Mib(512);
     let start = Instant::now();
     let mut model = load(&options, &mut |_| {})?;
-    eprintln!("{} on {} in {:.0?}", model.spec().name, model.spec().backend, start.elapsed());
+    eprintln!(
+        "{} on {} in {:.0?}",
+        model.spec().name,
+        model.spec().backend,
+        start.elapsed()
+    );
     for line in std::io::stdin().lines() {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
-        let numbers = words[1..].iter().map(|w| w.parse()).collect::<Result<Vec<usize>, _>>()?;
+        let numbers = words[1..]
+            .iter()
+            .map(|w| w.parse())
+            .collect::<Result<Vec<usize>, _>>()?;
         let seconds = match (words[0], numbers.as_slice()) {
             ("prefill", &[tokens, chunk]) => prefill(&mut *model, &[0], tokens, chunk)?,
             ("decode", &[seqs, context, steps]) => decode(&mut *model, seqs, context, steps)?,
@@ -51,7 +63,9 @@ fn pages(model: &dyn Executor, s: usize, tokens: usize) -> Vec<u32> {
 }
 
 fn prompt(model: &dyn Executor, s: usize, tokens: usize) -> Vec<u32> {
-    (0..tokens).map(|i| ((i * 7919 + s * 104_729 + 100) % model.spec().vocab_size as usize) as u32).collect()
+    (0..tokens)
+        .map(|i| ((i * 7919 + s * 104_729 + 100) % model.spec().vocab_size as usize) as u32)
+        .collect()
 }
 
 /// Computes prompts one after the other; the seconds.
@@ -103,7 +117,12 @@ fn kv(model: &dyn Executor, tokens: usize) -> Result<f64, Box<dyn Error>> {
     let start = Instant::now();
     for layer in 0..layout.layers {
         for component in 0..layout.components.len() as u32 {
-            let run = KvRun { layer, component, first_token: 0, tokens: tokens as u32 };
+            let run = KvRun {
+                layer,
+                component,
+                first_token: 0,
+                tokens: tokens as u32,
+            };
             kv.read(&pages, run, &mut bytes)?;
             kv.write(&pages, run, &bytes)?;
         }

@@ -406,7 +406,7 @@ fn rope_factors_and_partial_rotation_change_the_answer() {
     assert_ne!(run(&file), plain);
     factors(&mut file, 1.0);
     file.set("llama.rope.dimension_count", tiny::Meta::U32(8));
-    let partial = &mut file.tensors.iter_mut().find(|t| t.name == "rope_freqs.weight").unwrap();
+    let partial = file.tensor("rope_freqs.weight");
     partial.dims = vec![4];
     partial.bytes.truncate(16);
     assert_ne!(run(&file), plain);

@@ -55,8 +55,9 @@ mod tests {
     fn draws_are_even_and_differ_between_seeds_and_positions() {
         let mean = (0..10_000).map(|i| uniform(7, i)).sum::<f64>() / 10_000.0;
         assert!((mean - 0.5).abs() < 0.015, "{mean}");
-        assert_ne!(uniform(1, 5), uniform(2, 5));
-        assert_ne!(uniform(1 << 32, 5), uniform(0, 5));
-        assert_ne!(uniform(1, 5), uniform(1, 6));
+        let bits = |seed, position| uniform(seed, position).to_bits();
+        assert_ne!(bits(1, 5), bits(2, 5));
+        assert_ne!(bits(1 << 32, 5), bits(0, 5));
+        assert_ne!(bits(1, 5), bits(1, 6));
     }
 }

@@ -146,9 +146,10 @@ fn sampling_depends_on_seed_and_position_alone() {
 
 /// The real model, or `None` with a word of why; in CI it must be there.
 pub fn real_model() -> Option<PathBuf> {
-    let path = std::env::var_os("TANDEM_TEST_MODEL")
-        .map(PathBuf::from)
-        .unwrap_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.demo/models/smollm2/model.gguf"));
+    let path = std::env::var_os("TANDEM_TEST_MODEL").map_or_else(
+        || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.demo/models/smollm2/model.gguf"),
+        PathBuf::from,
+    );
     if path.is_file() {
         return Some(path);
     }

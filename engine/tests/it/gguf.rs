@@ -1,9 +1,11 @@
 //! Files that are cut off, damaged, of another kind or another model: each gives an error that says so, none a crash.
 
 use std::fs::{File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
+use sha2::Digest;
 use tandem_engine::model::config::LlamaConfig;
 use tandem_engine::model::gguf::{Gguf, Value};
 use tandem_engine::model::{KvBudget, LoadError, LoadOptions, load};
@@ -66,7 +68,6 @@ fn a_whole_file_is_read() {
     // the model's 512, cut to what 4 pages of 16 tokens hold
     assert_eq!(spec.max_length_tokens, 64);
     // sha256 of the very bytes
-    use sha2::Digest;
     assert_eq!(
         spec.hash,
         <[u8; 32]>::from(sha2::Sha256::digest(std::fs::read(&path).unwrap()))
@@ -134,13 +135,12 @@ fn damaged_bytes_never_crash_the_reader_or_the_loader() {
             .iter()
             .map(|t| t.bytes.len().next_multiple_of(32))
             .sum::<usize>();
-    use std::hash::{BuildHasher, RandomState};
     let seed = RandomState::new().hash_one(0);
     let mut r = Random(seed);
     let (mut refused, mut loaded) = (0, 0);
     for round in 0..6000 {
         let mut file = OpenOptions::new().write(true).open(&path).unwrap();
-        let damage: Vec<(usize, u8)> = (0..1 + r.below(3)).map(|_| (r.below(header), r.next() as u8)).collect();
+        let damage: Vec<(usize, u8)> = (0..=r.below(3)).map(|_| (r.below(header), r.next() as u8)).collect();
         for (at, byte) in &damage {
             put(&mut file, *at, *byte);
         }

@@ -120,12 +120,14 @@ impl File {
                 Meta::Texts(v) => {
                     out.extend([9u32, 8].into_iter().flat_map(u32::to_le_bytes));
                     out.extend((v.len() as u64).to_le_bytes());
-                    v.iter().for_each(|s| text(&mut out, s));
+                    for s in v {
+                        text(&mut out, s);
+                    }
                 }
                 Meta::Floats(v) => {
                     out.extend([9u32, 6].into_iter().flat_map(u32::to_le_bytes));
                     out.extend((v.len() as u64).to_le_bytes());
-                    v.iter().for_each(|f| out.extend(f.to_le_bytes()));
+                    out.extend(v.iter().flat_map(|f| f.to_le_bytes()));
                 }
             }
         }

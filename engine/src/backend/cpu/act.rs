@@ -1,7 +1,5 @@
 //! A matmul's inputs in the form that its matrix wants, made where the values are made.
 
-use super::pack::BLOCK;
-
 /// The forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActKind {
@@ -13,17 +11,25 @@ pub enum ActKind {
     Float,
 }
 
+/// What belongs to a block of int8 inputs; together, so that a kernel follows one pointer a row.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(16))]
+pub struct BlockScale {
+    /// The scale.
+    pub d: f32,
+    /// Scale x sum of q, for the minimums.
+    pub s: f32,
+    /// -8 x sum of q: where a sum over unsigned q_w starts to be one over q_w - 8.
+    pub start: i32,
+}
+
 /// int8 inputs. Rows follow each other.
 #[derive(Debug, Clone, Copy)]
 pub struct Int8 {
     /// `[rows][k]`; from `Kernels::many_rows` rows on each byte holds q + 128.
     pub q: *mut i8,
-    /// `[rows][k / 32]` scales.
-    pub d: *mut f32,
-    /// `[rows][k / 32]`: scale x sum of q, for the minimums.
-    pub s: *mut f32,
-    /// `[rows][k / 32]`: 8 x sum of q, which turns sums over q_w into sums over q_w - 8.
-    pub t: *mut i32,
+    /// `[rows][k / 32]`.
+    pub scales: *mut BlockScale,
     /// Values a row.
     pub k: usize,
 }
@@ -70,17 +76,12 @@ impl Act {
 
     /// As int8.
     pub fn int8(self) -> Int8 {
-        let blocks = self.rows * (self.k / BLOCK);
-        let d = self
+        let scales = self
             .start
-            .wrapping_add((self.rows * self.k).next_multiple_of(4))
-            .cast::<f32>();
-        let s = d.wrapping_add(blocks);
+            .wrapping_add((self.rows * self.k).next_multiple_of(align_of::<BlockScale>()));
         Int8 {
             q: self.start.cast(),
-            d,
-            s,
-            t: s.wrapping_add(blocks).cast(),
+            scales: scales.cast(),
             k: self.k,
         }
     }

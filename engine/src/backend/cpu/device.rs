@@ -205,6 +205,7 @@ impl Backend for Cpu {
 
     fn write(&mut self, buffer: BufferId, data: &[u32]) {
         let b = &self.device.buffers[buffer.0 as usize];
+        let words = b.memory.ptr::<u32>();
         assert!(
             size_of_val(data) <= b.memory.len(),
             "{} words into {:?}",
@@ -212,15 +213,12 @@ impl Backend for Cpu {
             b.shape
         );
         // SAFETY: within the buffer; the workers wait (`&mut self`, and a pass ends in `finish`).
-        unsafe {
-            b.memory
-                .ptr::<u32>()
-                .copy_from_nonoverlapping(data.as_ptr(), data.len())
-        };
+        unsafe { words.copy_from_nonoverlapping(data.as_ptr(), data.len()) };
     }
 
     fn read(&mut self, buffer: BufferId, out: &mut [u32]) {
         let b = &self.device.buffers[buffer.0 as usize];
+        let words = b.memory.ptr::<u32>();
         assert!(
             size_of_val(out) <= b.memory.len(),
             "{} words out of {:?}",
@@ -228,11 +226,7 @@ impl Backend for Cpu {
             b.shape
         );
         // SAFETY: within the buffer; the workers wait.
-        unsafe {
-            b.memory
-                .ptr::<u32>()
-                .copy_to_nonoverlapping(out.as_mut_ptr(), out.len())
-        };
+        unsafe { words.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
     }
 
     fn enqueue(&mut self, op: Op) {

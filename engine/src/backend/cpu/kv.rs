@@ -126,7 +126,10 @@ impl KvPool {
 /// 8 rows of 16 bytes on each side.
 #[cfg(target_arch = "x86_64")]
 unsafe fn transpose8(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize) {
-    use std::arch::x86_64::*;
+    use std::arch::x86_64::{
+        __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi16, _mm_unpackhi_epi32, _mm_unpackhi_epi64,
+        _mm_unpacklo_epi16, _mm_unpacklo_epi32, _mm_unpacklo_epi64,
+    };
     // SAFETY: the caller's; SSE2 is part of x86_64.
     unsafe {
         let r: [__m128i; 8] = std::array::from_fn(|i| _mm_loadu_si128(from.add(i * from_stride).cast()));
@@ -202,8 +205,8 @@ impl KvStore for KvPool {
                         let from = keys.add(page + t / LANES * LANES * dim + t % LANES);
                         for i in 0..n {
                             for d in 0..dim {
-                                let v = *from.add(d * LANES + i);
-                                to.add(i * token_bytes).cast::<u16>().add(d).write_unaligned(v);
+                                let v = (*from.add(d * LANES + i)).to_le_bytes();
+                                to.add(i * token_bytes + d * 2).cast::<[u8; 2]>().write(v);
                             }
                         }
                     }
@@ -239,8 +242,8 @@ impl KvStore for KvPool {
                         let to = keys.add(page + t / LANES * LANES * dim + t % LANES);
                         for i in 0..n {
                             for d in 0..dim {
-                                *to.add(d * LANES + i) =
-                                    from.add(i * token_bytes).cast::<u16>().add(d).read_unaligned();
+                                let v = from.add(i * token_bytes + d * 2).cast::<[u8; 2]>().read();
+                                *to.add(d * LANES + i) = u16::from_le_bytes(v);
                             }
                         }
                     }

@@ -159,9 +159,7 @@ impl Pool {
         // SAFETY: the workers wait at the barrier (nobody else runs: `&mut self`), so nobody reads `job` now. The lifetime is
         // erased, but `others` outlives this call, and the second barrier below is passed only when every worker is done with it.
         unsafe {
-            *self.shared.job.get() = Some(std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(
-                std::ptr::from_ref(others),
-            ));
+            *self.shared.job.get() = Some(std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(others));
         }
         self.shared.barrier.wait();
         own();
@@ -267,9 +265,9 @@ mod tests {
                 for n in [1, 2, 3, 7] {
                     let all: Vec<usize> = (0..n).flat_map(|t| share(len, unit, t, n)).collect();
                     assert_eq!(all, (0..len).collect::<Vec<_>>(), "{len} in {n}");
-                    assert!(
-                        (0..n).all(|t| share(len, unit, t, n).start % unit == 0 || share(len, unit, t, n).is_empty())
-                    );
+                    assert!((0..n).all(
+                        |t| share(len, unit, t, n).start.is_multiple_of(unit) || share(len, unit, t, n).is_empty()
+                    ));
                 }
             }
         }

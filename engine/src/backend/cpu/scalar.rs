@@ -5,7 +5,7 @@ use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 use half::{bf16, f16};
 
-use super::act::{Float, Int8, Int16};
+use super::act::{BlockScale, Float, Int8, Int16};
 use super::kernels::{Attention, KEY_BLOCK, Kernels, Out, TINY};
 use super::pack::{BLOCK, BYTE_BLOCK, LANES, NIBBLE_BLOCK, PanelKind, Panels};
 
@@ -64,12 +64,14 @@ unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, first: u
             q[i] = v as i8 as u8 ^ flip;
         }
         let d = amax * (1.0 / 127.0);
-        // SAFETY: one scale, sum and total a block.
+        // SAFETY: one scale a block.
         unsafe {
-            *a.d.add(at) = d;
-            *a.s.add(at) = d * sum as f32;
-            *a.t.add(at) = 8 * sum;
-        }
+            *a.scales.add(at) = BlockScale {
+                d,
+                s: d * sum as f32,
+                start: -8 * sum,
+            }
+        };
     }
 }
 
@@ -109,11 +111,10 @@ unsafe fn matmul_nibble(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize,
                 for (b, block) in panel.chunks_exact(NIBBLE_BLOCK).enumerate() {
                     let at = m * nb + b;
                     // SAFETY: block b of row m.
-                    let (q, d, s) = unsafe {
+                    let (q, scale) = unsafe {
                         (
                             from_raw_parts(a.q.add(at * BLOCK).cast::<u8>(), BLOCK),
-                            *a.d.add(at),
-                            *a.s.add(at),
+                            *a.scales.add(at),
                         )
                     };
                     let mut sum = 0i32;
@@ -123,8 +124,8 @@ unsafe fn matmul_nibble(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize,
                         sum += (i32::from(weight) - 8) * i32::from((q[i] ^ flip) as i8);
                     }
                     let (dw, min) = (half(block, 128 + lane * 2), half(block, 144 + lane * 2));
-                    acc = (sum as f32 * d).mul_add(dw, acc);
-                    acc = dw.mul_add(8.0, min).mul_add(s, acc);
+                    acc = (sum as f32 * scale.d).mul_add(dw, acc);
+                    acc = dw.mul_add(8.0, min).mul_add(scale.s, acc);
                 }
                 // SAFETY: the caller's `out`.
                 unsafe { put(&out, p, m, lane, acc) };
@@ -228,7 +229,9 @@ unsafe fn attend(a: &Attention<'_>, scratch: *mut f32, out: *mut f32) {
             top = scores[..len].iter().fold(top, |m, s| m.max(*s));
             let keep = (before - top).exp();
             sum *= keep;
-            out.iter_mut().for_each(|o| *o *= keep);
+            for o in &mut *out {
+                *o *= keep;
+            }
             for (i, score) in scores[..len].iter().enumerate() {
                 let t = start + i;
                 let weight = (score - top).exp();
@@ -241,7 +244,9 @@ unsafe fn attend(a: &Attention<'_>, scratch: *mut f32, out: *mut f32) {
                 }
             }
         }
-        out.iter_mut().for_each(|o| *o /= sum);
+        for o in out {
+            *o /= sum;
+        }
     }
 }
 

@@ -574,7 +574,14 @@ impl<'a> Worker<'a> {
                     let at = (row + i) * heads.query * dim + item.head * width;
                     if direct {
                         let first = item.head * width / BLOCK;
-                        (kernels.quantise8)(from, width / BLOCK, &out.int8(), row + i, first, kernels.flip(counts.rows));
+                        (kernels.quantise8)(
+                            from,
+                            width / BLOCK,
+                            &out.int8(),
+                            row + i,
+                            first,
+                            kernels.flip(counts.rows),
+                        );
                     } else if kind == ActKind::Float {
                         from.copy_to_nonoverlapping(out.float().x.add(at), width);
                     } else {

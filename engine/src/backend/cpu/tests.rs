@@ -374,11 +374,12 @@ fn quantisation_is_the_same_in_all_tables_and_keeps_to_127() {
                             (t.quantise16)(x.ptr(), &b, 0);
                             let q: Vec<i8> = (0..k).map(|i| (*a.q.add(i) as u8 ^ flip) as i8).collect();
                             assert!(q.iter().all(|q| *q != -128), "{scale}");
-                            let d = [*a.d, *a.d.add(1), *a.s, *a.s.add(1), *b.d].map(f32::to_bits);
+                            let (s0, s1) = (*a.scales, *a.scales.add(1));
+                            let d = [s0.d, s1.d, s0.s, s1.s, *b.d].map(f32::to_bits);
                             (
                                 q,
                                 d,
-                                [*a.t, *a.t.add(1)],
+                                [s0.start, s1.start],
                                 (0..k).map(|i| *b.q.add(i)).collect::<Vec<i16>>(),
                             )
                         }

@@ -11,6 +11,22 @@
 //!
 //! On another architecture only `available` remains, and says no.
 
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(
+        clippy::needless_range_loop,
+        reason = "a register tile's rows index several arrays at once"
+    ),
+    allow(
+        clippy::wildcard_imports,
+        reason = "intrinsics are a vocabulary of their own; the lint is silent in test builds"
+    ),
+    expect(
+        clippy::cast_ptr_alignment,
+        reason = "vectors are loaded by instructions that take any address, or from aligned scratch"
+    )
+)]
+
 #[cfg(target_arch = "x86_64")]
 mod attend;
 #[cfg(target_arch = "x86_64")]

@@ -11,7 +11,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::super::act::Int8;
+use super::super::act::{BlockScale, Int8};
 use super::super::kernels::{MATMUL_SCRATCH, Out, ROW_BLOCK};
 use super::super::pack::{BLOCK, LANES, NIBBLE_BLOCK, Panels};
 use super::lanes::{bytes, fetch, halves, put, repeat, repeat4};
@@ -79,9 +79,7 @@ unsafe fn tile<const MR: usize>(panel: *const u8, a: &Int8, m0: usize, o: *mut f
         let (ones, low, eight) = (_mm256_set1_epi16(1), _mm256_set1_epi8(15), _mm256_set1_ps(8.0));
         let mut acc = [_mm256_setzero_ps(); MR];
         let mut q: [*const u8; MR] = std::array::from_fn(|m| a.q.add((m0 + m) * a.k).cast_const().cast());
-        let d: [*const f32; MR] = std::array::from_fn(|m| a.d.add((m0 + m) * nb).cast_const());
-        let s: [*const f32; MR] = std::array::from_fn(|m| a.s.add((m0 + m) * nb).cast_const());
-        let t: [*const i32; MR] = std::array::from_fn(|m| a.t.add((m0 + m) * nb).cast_const());
+        let scales: [*const BlockScale; MR] = std::array::from_fn(|m| a.scales.add((m0 + m) * nb).cast_const());
         let mut p = panel;
         for b in 0..nb {
             fetch(p.wrapping_add(ahead), 3);
@@ -100,10 +98,11 @@ unsafe fn tile<const MR: usize>(panel: *const u8, a: &Int8, m0: usize, o: *mut f
                     i[g & 1] = if g < 2 { x } else { _mm256_add_epi16(i[g & 1], x) };
                 }
                 let j = _mm256_madd_epi16(_mm256_add_epi16(i[0], i[1]), ones);
-                let j = _mm256_sub_epi32(j, _mm256_set1_epi32(*t[m].add(b)));
-                let f = _mm256_mul_ps(_mm256_cvtepi32_ps(j), repeat(d[m].add(b)));
+                let scale = scales[m].add(b);
+                let j = _mm256_add_epi32(j, _mm256_set1_epi32((*scale).start));
+                let f = _mm256_mul_ps(_mm256_cvtepi32_ps(j), repeat(&raw const (*scale).d));
                 acc[m] = _mm256_fmadd_ps(f, dw, acc[m]);
-                acc[m] = _mm256_fmadd_ps(min, repeat(s[m].add(b)), acc[m]);
+                acc[m] = _mm256_fmadd_ps(min, repeat(&raw const (*scale).s), acc[m]);
                 q[m] = q[m].add(BLOCK);
             }
             p = p.add(NIBBLE_BLOCK);
@@ -215,9 +214,9 @@ unsafe fn signed_tile<const NR: usize>(
         let ones = _mm256_set1_epi16(1);
         let at = m * (a.k / BLOCK) + b0;
         let mut q = a.q.add(at * BLOCK).cast_const().cast::<u8>();
-        let (d, s) = (a.d.add(at).cast_const(), a.s.add(at).cast_const());
+        let mut scale = a.scales.add(at).cast_const();
         let mut p = panels;
-        for b in 0..blocks {
+        for _ in 0..blocks {
             let mut i = [_mm256_setzero_si256(); NR];
             for g in 0..8 {
                 let x = repeat4(q.add(4 * g));
@@ -226,7 +225,7 @@ unsafe fn signed_tile<const NR: usize>(
                     i[n] = if g == 0 { t } else { _mm256_add_epi16(i[n], t) };
                 }
             }
-            let (da, sa) = (repeat(d.add(b)), repeat(s.add(b)));
+            let (da, sa) = (repeat(&raw const (*scale).d), repeat(&raw const (*scale).s));
             for n in 0..NR {
                 let scales = p.add(n * SIGNED_BLOCK + 256);
                 let j = _mm256_add_epi32(_mm256_madd_epi16(i[n], ones), bytes(scales.add(64)));
@@ -235,6 +234,7 @@ unsafe fn signed_tile<const NR: usize>(
                 acc[n] = _mm256_fmadd_ps(_mm256_loadu_ps(scales.add(32).cast()), sa, acc[n]);
             }
             q = q.add(BLOCK);
+            scale = scale.add(1);
             p = p.add(NR * SIGNED_BLOCK);
         }
     }

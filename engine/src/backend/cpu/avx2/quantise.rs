@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::super::act::{Int8, Int16};
+use super::super::act::{BlockScale, Int8, Int16};
 use super::super::kernels::TINY;
 use super::super::pack::BLOCK;
 use super::lanes::{exp, largest_bits, magnitude_bits, repeat, sum};
@@ -52,10 +52,12 @@ pub unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, firs
             let q = a.q.add((at + b) * BLOCK);
             _mm256_storeu_si256(q.cast(), _mm256_xor_si256(w, _mm256_set1_epi8(flip as i8)));
             let d = amax * (1.0 / 127.0);
-            *a.d.add(at + b) = d;
-            *a.s.add(at + b) = d * total;
             // a block with NaN or infinity has a sum of no meaning; its scale makes every result NaN
-            *a.t.add(at + b) = (total as i32).wrapping_mul(8);
+            *a.scales.add(at + b) = BlockScale {
+                d,
+                s: d * total,
+                start: (total as i32).wrapping_mul(-8),
+            };
         }
     }
 }

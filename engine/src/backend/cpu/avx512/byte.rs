@@ -85,7 +85,14 @@ unsafe fn tile<const MR: usize>(
         for (m, v) in acc.into_iter().enumerate() {
             let o = o.add(m * out.ld);
             let v = _mm512_mul_ps(v, _mm512_set1_ps(*a.d.add(m0 + m)));
-            _mm512_storeu_ps(o, if out.add { _mm512_add_ps(_mm512_loadu_ps(o), v) } else { v });
+            _mm512_storeu_ps(
+                o,
+                if out.add {
+                    _mm512_add_ps(_mm512_loadu_ps(o), v)
+                } else {
+                    v
+                },
+            );
         }
         MR
     }

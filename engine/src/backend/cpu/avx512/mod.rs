@@ -3,6 +3,18 @@
 //! One instruction multiplies and adds 64 int8 (or 32 int16) pairs into 16 outputs, so two panels lie side by side in a vector. The f32
 //! chain per output is that of the other tables, and so are the bits.
 
+#![cfg_attr(
+    target_arch = "x86_64",
+    allow(
+        clippy::wildcard_imports,
+        reason = "intrinsics are a vocabulary of their own; the lint is silent in test builds"
+    ),
+    expect(
+        clippy::cast_ptr_alignment,
+        reason = "vectors are loaded by instructions that take any address, or from aligned scratch"
+    )
+)]
+
 #[cfg(target_arch = "x86_64")]
 mod byte;
 #[cfg(target_arch = "x86_64")]

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::super::act::Int8;
+use super::super::act::{BlockScale, Int8};
 use super::super::avx2;
 use super::super::kernels::Out;
 use super::super::pack::{BLOCK, LANES, NIBBLE_BLOCK, Panels};
@@ -22,14 +22,14 @@ pub unsafe fn matmul(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize, ou
             while m < rows {
                 let o = o.add(m * out.ld);
                 m += match rows - m {
-                    1 => tile::<1>(panel, w.panel_bytes(), a, m, o, out),
-                    2 => tile::<2>(panel, w.panel_bytes(), a, m, o, out),
-                    3 => tile::<3>(panel, w.panel_bytes(), a, m, o, out),
-                    4 => tile::<4>(panel, w.panel_bytes(), a, m, o, out),
-                    5 => tile::<5>(panel, w.panel_bytes(), a, m, o, out),
-                    6 => tile::<6>(panel, w.panel_bytes(), a, m, o, out),
-                    7 => tile::<7>(panel, w.panel_bytes(), a, m, o, out),
-                    _ => tile::<8>(panel, w.panel_bytes(), a, m, o, out),
+                    1 => tile::<1, 0>(panel, w.panel_bytes(), a, m, o, out),
+                    2 => tile::<2, 0>(panel, w.panel_bytes(), a, m, o, out),
+                    3 => tile::<3, 0>(panel, w.panel_bytes(), a, m, o, out),
+                    4 => tile::<4, 0>(panel, w.panel_bytes(), a, m, o, out),
+                    5 => tile::<4, 1>(panel, w.panel_bytes(), a, m, o, out),
+                    6 => tile::<4, 2>(panel, w.panel_bytes(), a, m, o, out),
+                    7 => tile::<4, 3>(panel, w.panel_bytes(), a, m, o, out),
+                    _ => tile::<4, 4>(panel, w.panel_bytes(), a, m, o, out),
                 };
             }
             p += 2;
@@ -58,14 +58,27 @@ unsafe fn half_pair(p: *const u8, second: usize) -> __m512 {
     // SAFETY: the caller's: 16 readable bytes at both.
     unsafe {
         let first = _mm256_castsi128_si256(_mm_loadu_si128(p.cast()));
-        _mm512_cvtph_ps(_mm256_inserti128_si256::<1>(first, _mm_loadu_si128(p.add(second).cast())))
+        _mm512_cvtph_ps(_mm256_inserti128_si256::<1>(
+            first,
+            _mm_loadu_si128(p.add(second).cast()),
+        ))
     }
 }
 
-/// Two panels x MR rows. Returns MR.
+/// One block of two panels, unpacked.
+struct Block {
+    /// Inputs 4g .. 4g + 4 of 16 outputs, unsigned.
+    w: [__m512i; 8],
+    /// Scales.
+    d: __m512,
+    /// Minimums + 8 x scale.
+    min: __m512,
+}
+
+/// Two panels x (MR + MORE) rows. Returns their number. In two parts, since the compiler keeps an array of 8 sums in memory.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vnni")]
-unsafe fn tile<const MR: usize>(
+unsafe fn tile<const MR: usize, const MORE: usize>(
     panel: *const u8,
     panel_bytes: usize,
     a: &Int8,
@@ -73,17 +86,15 @@ unsafe fn tile<const MR: usize>(
     o: *mut f32,
     out: Out,
 ) -> usize {
-    // SAFETY: two panels of k / 32 blocks, rows m0 .. m0 + MR of `a` and at `o`.
+    // SAFETY: two panels of k / 32 blocks, rows m0 .. m0 + MR + MORE of `a` and at `o`.
     unsafe {
         let nb = a.k / BLOCK;
         let (low, eight) = (_mm512_set1_epi8(15), _mm512_set1_ps(8.0));
-        let mut acc = [_mm512_setzero_ps(); MR];
-        let mut q: [*const i32; MR] = std::array::from_fn(|m| a.q.add((m0 + m) * a.k).cast_const().cast());
-        let d: [*const f32; MR] = std::array::from_fn(|m| a.d.add((m0 + m) * nb).cast_const());
-        let s: [*const f32; MR] = std::array::from_fn(|m| a.s.add((m0 + m) * nb).cast_const());
-        let t: [*const i32; MR] = std::array::from_fn(|m| a.t.add((m0 + m) * nb).cast_const());
+        let (mut acc, mut more) = ([_mm512_setzero_ps(); MR], [_mm512_setzero_ps(); MORE]);
+        let mut q = a.q.add(m0 * a.k).cast_const();
+        let mut scales = a.scales.add(m0 * nb).cast_const();
         let mut p = panel;
-        for b in 0..nb {
+        for _ in 0..nb {
             if m0 == 0 {
                 // the panels after these two, block by block
                 for n in 2..4 {
@@ -92,31 +103,77 @@ unsafe fn tile<const MR: usize>(
                     }
                 }
             }
-            let mut w = [_mm512_setzero_si512(); 8];
-            for j in 0..4 {
-                let x = pair(p.add(j * 32), panel_bytes);
-                w[2 * j] = _mm512_and_si512(x, low);
-                w[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16::<4>(x), low);
-            }
-            let dw = half_pair(p.add(128), panel_bytes);
-            let min = _mm512_fmadd_ps(dw, eight, half_pair(p.add(144), panel_bytes));
-            for m in 0..MR {
-                let mut i = _mm512_setzero_si512();
-                for (g, w) in w.iter().enumerate() {
-                    i = _mm512_dpbusd_epi32(i, *w, _mm512_set1_epi32(q[m].add(g).read_unaligned()));
-                }
-                let i = _mm512_sub_epi32(i, _mm512_set1_epi32(*t[m].add(b)));
-                let f = _mm512_mul_ps(_mm512_cvtepi32_ps(i), _mm512_set1_ps(*d[m].add(b)));
-                acc[m] = _mm512_fmadd_ps(f, dw, acc[m]);
-                acc[m] = _mm512_fmadd_ps(min, _mm512_set1_ps(*s[m].add(b)), acc[m]);
-                q[m] = q[m].add(BLOCK / 4);
-            }
-            p = p.add(NIBBLE_BLOCK);
+            let x = [0, 32, 64, 96].map(|line| pair(p.add(line), panel_bytes));
+            let d = half_pair(p.add(128), panel_bytes);
+            let block = Block {
+                w: std::array::from_fn(|g| {
+                    let x = x[g / 2];
+                    _mm512_and_si512(if g % 2 == 0 { x } else { _mm512_srli_epi16::<4>(x) }, low)
+                }),
+                d,
+                min: _mm512_fmadd_ps(d, eight, half_pair(p.add(144), panel_bytes)),
+            };
+            add_block(&block, q, a.k, scales, nb, &mut acc);
+            add_block(
+                &block,
+                q.wrapping_add(MR * a.k),
+                a.k,
+                scales.wrapping_add(MR * nb),
+                nb,
+                &mut more,
+            );
+            q = q.wrapping_add(BLOCK);
+            scales = scales.wrapping_add(1);
+            p = p.wrapping_add(NIBBLE_BLOCK);
         }
-        for (m, v) in acc.into_iter().enumerate() {
+        store(acc, o, out);
+        store(more, o.wrapping_add(MR * out.ld), out);
+        MR + MORE
+    }
+}
+
+/// One block into the sums of N rows, `k` inputs and `nb` scales apart.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vnni")]
+unsafe fn add_block<const N: usize>(
+    block: &Block,
+    q: *const i8,
+    k: usize,
+    scales: *const BlockScale,
+    nb: usize,
+    acc: &mut [__m512; N],
+) {
+    for (m, acc) in acc.iter_mut().enumerate() {
+        // SAFETY: as in `tile`.
+        unsafe {
+            let (q, scale) = (q.wrapping_add(m * k).cast::<i32>(), scales.wrapping_add(m * nb));
+            let mut i = _mm512_set1_epi32((*scale).start);
+            for (g, w) in block.w.iter().enumerate() {
+                i = _mm512_dpbusd_epi32(i, *w, _mm512_set1_epi32(q.add(g).read_unaligned()));
+            }
+            let f = _mm512_mul_ps(_mm512_cvtepi32_ps(i), _mm512_set1_ps((*scale).d));
+            *acc = _mm512_fmadd_ps(f, block.d, *acc);
+            *acc = _mm512_fmadd_ps(block.min, _mm512_set1_ps((*scale).s), *acc);
+        }
+    }
+}
+
+/// Writes the sums of N rows.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vnni")]
+unsafe fn store<const N: usize>(acc: [__m512; N], o: *mut f32, out: Out) {
+    for (m, v) in acc.into_iter().enumerate() {
+        // SAFETY: as in `tile`.
+        unsafe {
             let o = o.add(m * out.ld);
-            _mm512_storeu_ps(o, if out.add { _mm512_add_ps(_mm512_loadu_ps(o), v) } else { v });
+            _mm512_storeu_ps(
+                o,
+                if out.add {
+                    _mm512_add_ps(_mm512_loadu_ps(o), v)
+                } else {
+                    v
+                },
+            );
         }
-        MR
     }
 }
