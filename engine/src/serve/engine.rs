@@ -127,7 +127,7 @@ impl Engine for EngineService {
         shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
         shared.set_draining(!request.resume);
         let remaining = if request.resume {
-            shared.scheduler.remaining()
+            shared.remaining()
         } else {
             let limit = Duration::from_millis(request.deadline_ms.min(MAX_TIMER_MS));
             shared.drained(tokio::time::Instant::now() + limit).await

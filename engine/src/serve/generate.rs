@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::node::Shared;
+use super::node::{Shared, UnderWay};
 use crate::exec::SampleParams;
 use crate::sched::{Admission, Admitted, Cause, GenParams, SeqEvent, Stops};
 use crate::transfer::{PullRequest, Pulled};
@@ -58,8 +58,9 @@ pub(super) fn start(
     })?;
     let (events, reader) = mpsc::channel(EVENTS);
     let shared = Arc::clone(shared);
-    let tracker = shared.requests.clone();
+    let (tracker, under_way) = (shared.requests.clone(), UnderWay::new(&shared));
     tracker.spawn(async move {
+        let _under_way = under_way;
         let gone = events.clone();
         tokio::select! {
             biased;

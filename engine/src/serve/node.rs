@@ -9,6 +9,7 @@ use futures::StreamExt;
 use tandem_telemetry::{Metrics, Readiness, State};
 use tandem_wire::proto::engine_server::EngineServer;
 use tandem_wire::{BootId, Failure, Reason};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -84,8 +85,9 @@ pub(super) struct Shared {
     pub(super) closing: CancellationToken,
     /// … because of this, if not because the process was told to end.
     death: OnceLock<String>,
-    /// Requests under way.
+    /// Requests under way, until their last event is taken: they outlive the places and pages that they held.
     pub(super) requests: TaskTracker,
+    pub(super) under_way: watch::Sender<usize>,
     /// Knobs are read, changed and written under this lock.
     pub(super) knobs: parking_lot::Mutex<()>,
     /// The process is on its way out: a drain that a caller ends does not end this one.
@@ -172,6 +174,7 @@ impl Node {
                 closing: CancellationToken::new(),
                 death: OnceLock::new(),
                 requests: TaskTracker::new(),
+                under_way: watch::Sender::new(0),
                 knobs: parking_lot::Mutex::new(()),
                 ending: AtomicBool::new(false),
                 source,
@@ -350,19 +353,46 @@ impl Shared {
         });
     }
 
+    /// What is not over yet.
+    pub(super) fn remaining(&self) -> u32 {
+        self.scheduler.remaining().max(*self.under_way.borrow() as u32)
+    }
+
     /// Waits until nothing is under way, at most until `deadline`; says how much is left.
     pub(super) async fn drained(&self, deadline: tokio::time::Instant) -> u32 {
-        let mut load = self.scheduler.load();
+        let (mut load, mut under_way) = (self.scheduler.load(), self.under_way.subscribe());
         let empty = async {
             loop {
                 load.borrow_and_update();
-                if self.scheduler.remaining() == 0 || load.changed().await.is_err() {
+                under_way.borrow_and_update();
+                if self.remaining() == 0 {
                     return;
+                }
+                // neither sender goes before `self`
+                tokio::select! {
+                    _ = load.changed() => {}
+                    _ = under_way.changed() => {}
                 }
             }
         };
         let _ = tokio::time::timeout_at(deadline, empty).await;
-        self.scheduler.remaining()
+        self.remaining()
+    }
+}
+
+/// Counts a request until dropped.
+pub(super) struct UnderWay(Arc<Shared>);
+
+impl UnderWay {
+    pub(super) fn new(shared: &Arc<Shared>) -> Self {
+        shared.under_way.send_modify(|n| *n += 1);
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.under_way.send_modify(|n| *n -= 1);
     }
 }
 
