@@ -229,7 +229,9 @@ mod tests {
             let frames: Vec<_> = spans(&small(), 0, 100_000).take(n).map(|s| (s, s.first_token ^ 0xABCD)).collect();
             let sum = |list: &[(FrameSpan, u32)]| {
                 let mut d = Digest::default();
-                list.iter().for_each(|(s, c)| d.add(*s, *c, 1));
+                for (span, crc) in list {
+                    d.add(*span, *crc, 1);
+                }
                 d
             };
             let i = pick.index(n);

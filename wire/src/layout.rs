@@ -230,6 +230,8 @@ mod tests {
         assert_eq!(KvLayout::from_wire(Some(&smollm2().to_wire())), Ok(smollm2()));
     }
 
+    type Edit = fn(&mut KvLayout);
+
     #[test]
     fn page_size_may_differ_but_nothing_that_a_byte_depends_on() {
         let a = smollm2();
@@ -240,15 +242,16 @@ mod tests {
             }),
             Ok(())
         );
-        let mut edits: Vec<(fn(&mut KvLayout), &str)> = Vec::new();
-        edits.push((|l| l.layers = 31, "layers"));
-        edits.push((|l| l.components[1].dtype = KvDtype::Bf16, "component v"));
-        edits.push((|l| l.components[0].heads = 4, "component k"));
-        edits.push((|l| l.components[0].head_dim = 128, "component k"));
-        edits.push((|l| l.components[0].axis = KvAxis::Replicated, "component k"));
-        edits.push((|l| l.components[0].scale_format = "e8m0".to_owned(), "component k"));
-        edits.push((|l| l.components.swap(0, 1), "component set"));
-        edits.push((|l| drop(l.components.pop()), "component set"));
+        let edits: [(Edit, &str); 8] = [
+            (|l| l.layers = 31, "layers"),
+            (|l| l.components[1].dtype = KvDtype::Bf16, "component v"),
+            (|l| l.components[0].heads = 4, "component k"),
+            (|l| l.components[0].head_dim = 128, "component k"),
+            (|l| l.components[0].axis = KvAxis::Replicated, "component k"),
+            (|l| l.components[0].scale_format = "e8m0".to_owned(), "component k"),
+            (|l| l.components.swap(0, 1), "component set"),
+            (|l| drop(l.components.pop()), "component set"),
+        ];
         for (edit, named) in edits {
             let mut b = a.clone();
             edit(&mut b);

@@ -19,7 +19,7 @@ pub mod state;
 
 /// The messages and services of `proto/tandem.proto`.
 #[expect(missing_docs, reason = "generated; the .proto file holds the docs")]
-#[expect(clippy::pedantic, reason = "generated")]
+#[expect(clippy::pedantic, clippy::large_enum_variant, reason = "generated")]
 #[expect(clippy::allow_attributes_without_reason, reason = "generated")]
 pub mod proto {
     tonic::include_proto!("tandem.v1");

@@ -87,6 +87,7 @@ impl DecodeState {
 
     /// The transition function.
     #[must_use]
+    #[expect(clippy::match_same_arms, reason = "a table: rows stand in the order of the protocol")]
     pub fn on(self, event: DecodeEvent) -> Step<Self> {
         use DecodeEvent as E;
         match (self, event) {
@@ -155,6 +156,7 @@ impl PrefillState {
 
     /// The transition function.
     #[must_use]
+    #[expect(clippy::match_same_arms, reason = "a table: rows stand in the order of the protocol")]
     pub fn on(self, event: PrefillEvent) -> Step<Self> {
         use PrefillEvent as E;
         match (self, event) {
