@@ -335,8 +335,17 @@ async fn an_abort_at_any_stage_frees_everything() {
     // while decoding
     let mut stream = generate(&scheduler, &prompt(3, 60), params(400)).unwrap();
     assert!(matches!(stream.recv().await, Some(SeqEvent::Tokens(_))));
+    control.pause();
+    control.wait_until_held();
+    let steps = control.steps();
     drop(stream);
+    control.resume();
     until_idle(&scheduler).await;
+    assert!(
+        control.steps() <= steps + 1,
+        "it ran on for {} steps",
+        control.steps() - steps
+    );
 
     // a prefill: queued, running, done but never read; by its reader or by its aborter
     control.pause();

@@ -391,9 +391,9 @@ async fn a_step_that_hangs_is_ended_by_the_watchdog_without_new_work() {
     let failure = node.ask(node.request(&prompt(2, 10), 5)).await.unwrap_err();
     assert_eq!(failure.reason, Reason::Internal);
     assert!(failure.detail.contains("watchdog_ms"), "{failure}");
-    assert!(matches!(node.readiness.get(), State::Failed { .. }));
     let ended = tokio::time::timeout(PATIENCE, node.running).await.unwrap().unwrap();
     assert!(ended.is_err());
+    assert!(matches!(node.readiness.get(), State::Failed { .. }));
     control.resume();
 }
 
