@@ -218,9 +218,6 @@ impl Control {
                 _ = changed.changed() => {}
                 _ = timers_changed.changed() => {}
                 message = self.inbound.message() => self.on_message(message),
-                () = self.outbox.closed() => {
-                    self.fail(Reason::PeerLost, "decode dropped the control stream".to_owned());
-                }
                 () = until(deadline) => self.on_timer(state, over, &timers),
                 event = next(&mut self.events) => self.on_event(event),
                 _ = sent.changed(), if state == PrefillState::Streaming => self.on_sent(),
@@ -285,7 +282,7 @@ impl Control {
                 if cell.state() == PrefillState::AwaitCommit && cell.progress() {
                     self.leased = Instant::now();
                 }
-                let lease_ms = self.shared.timers.get().lease.as_millis() as u64;
+                let lease_ms = self.shared.timers.get().renewed_within().as_millis() as u64;
                 self.send_if_room(prefill_message::Message::Renewed(proto::Renewed { lease_ms }));
             }
             decode_message::Message::Commit(_) => match cell.on(Event::Commit) {
@@ -422,7 +419,7 @@ impl Control {
             cached_tokens: self.cached_tokens,
             queue_us: outcome.queue.as_micros() as u64,
             prefill_us: outcome.prefill.as_micros() as u64,
-            lease_ms: self.shared.timers.get().lease.as_millis() as u64,
+            lease_ms: self.shared.timers.get().renewed_within().as_millis() as u64,
         };
         send(&self.outbox, prefill_message::Message::Manifest(manifest));
     }

@@ -1,18 +1,20 @@
 //! The data stream: KV bytes on their own connections, one `Fetch` per attempt.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::Stream;
-use tandem_wire::frame::{Digest, FRAME_MAX_BYTES, FrameSpan, checksum, spans};
-use tandem_wire::proto::kv_transfer_client::KvTransferClient;
+use http_body_util::BodyExt as _;
+use tandem_wire::frame::{Digest, FrameSpan, checksum, spans};
 use tandem_wire::proto::{FetchRequest, Frame};
 use tandem_wire::state::PrefillState;
 use tandem_wire::{Failure, Reason, Source};
 use tonic::Status;
 use tonic::transport::Channel;
 
+use super::body::{self, Chunks};
 use super::inbox::Arrived;
 use super::source::{HandOff, Held, Shared};
 use crate::exec::KvRun;
@@ -20,13 +22,32 @@ use crate::exec::KvRun;
 /// Frames as they come.
 pub type FrameStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
 
+/// Payload buffers that are looked at again: as many as a send window of 4 MiB holds, and one more.
+const RECYCLED: usize = 17;
+
 /// Decode's end: dials (a failure to do so is the first item) and reads frames.
 pub fn fetch(channel: Channel, request: FetchRequest) -> FrameStream {
     Box::pin(async_stream::try_stream! {
-        let mut client = KvTransferClient::new(channel).max_decoding_message_size(FRAME_MAX_BYTES + 1024);
-        let mut frames = client.fetch(request).await?.into_inner();
-        while let Some(frame) = frames.message().await? {
-            yield frame;
+        let mut incoming = body::call(channel, &request).await?;
+        let mut chunks = Chunks::default();
+        loop {
+            while let Some(frame) = chunks.next_frame()? {
+                yield frame;
+            }
+            match incoming.frame().await {
+                Some(part) => match part?.into_data() {
+                    Ok(data) => chunks.push(data),
+                    Err(last) => {
+                        body::read_trailers(last)?;
+                        if !chunks.is_empty() {
+                            Err(Status::data_loss("the data stream ended within a frame"))?;
+                        }
+                        return;
+                    }
+                },
+                // hyper shows some resets as a clean end
+                None => Err(Status::unavailable("the data stream ended without a status"))?,
+            }
         }
     })
 }
@@ -78,11 +99,12 @@ pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
         }
         let layout = &shared.spec.layout;
         let mut digest = Digest::default();
+        let mut buffers = Buffers::default();
         let mut rest = spans(layout, hand_off.from, hand_off.to).peekable();
         // a hand-off that finished with its first token has nothing to read
         while rest.peek().is_some() && cell.state() != PrefillState::Finished {
             let Some(span) = rest.next() else { break };
-            let payload = match read(&shared, &hand_off, span) {
+            let payload = match read(&shared, &hand_off, span, &mut buffers) {
                 Ok(payload) => payload,
                 Err(failure) => {
                     cell.fail(failure.clone());
@@ -116,7 +138,30 @@ pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
     })
 }
 
-fn read(shared: &Shared, hand_off: &HandOff, span: FrameSpan) -> Result<Bytes, Failure> {
+/// Payload buffers of one stream. A fresh one of 256 KiB costs its page faults; one that has left the socket costs nothing.
+#[derive(Default)]
+struct Buffers(VecDeque<Bytes>);
+
+impl Buffers {
+    fn take(&mut self, len: usize) -> BytesMut {
+        let oldest = if self.0.len() >= RECYCLED {
+            self.0.pop_front()
+        } else {
+            None
+        };
+        let mut buffer = oldest.and_then(|b| b.try_into_mut().ok()).unwrap_or_default();
+        buffer.resize(len, 0);
+        buffer
+    }
+
+    fn lend(&mut self, buffer: BytesMut) -> Bytes {
+        let payload = buffer.freeze();
+        self.0.push_back(payload.clone());
+        payload
+    }
+}
+
+fn read(shared: &Shared, hand_off: &HandOff, span: FrameSpan, buffers: &mut Buffers) -> Result<Bytes, Failure> {
     let Some(Held::Pages(pages, _)) = hand_off.cell.copying() else {
         return Err(hand_off.cell.failure().unwrap_or_else(|| {
             let state = hand_off.cell.state();
@@ -131,7 +176,7 @@ fn read(shared: &Shared, hand_off: &HandOff, span: FrameSpan) -> Result<Bytes, F
     let bytes = span
         .bytes(&shared.spec.layout)
         .ok_or_else(|| internal(format!("{span:?} lies outside of the layout")))?;
-    let mut payload = vec![0; bytes];
+    let mut payload = buffers.take(bytes);
     let run = KvRun {
         layer: span.layer,
         component: span.component,
@@ -142,5 +187,5 @@ fn read(shared: &Shared, hand_off: &HandOff, span: FrameSpan) -> Result<Bytes, F
         .store
         .read(pages.pages(), run, &mut payload)
         .map_err(|e| internal(e.to_string()))?;
-    Ok(payload.into())
+    Ok(buffers.lend(payload))
 }

@@ -9,12 +9,14 @@
 //! | `source` | prefill: the two services, and what may be opened and fetched |
 //! | `control` | prefill: the control stream, from Open to the last word |
 //! | `data` | the data stream: KV bytes, frame by frame |
+//! | `body` | the data stream's gRPC framing, without the codec's copies |
 //! | `cell` | one side's state of one attempt; whoever wins a transition runs its effects |
 //! | `registry` | live attempts and tombstones |
 //! | `watchdog` | ends what stands still, on its own thread |
 //! | `timers` | the timers, settable while transfers run |
 //! | `metrics` | `tandem_transfer_*` |
 
+mod body;
 mod cell;
 mod control;
 mod data;

@@ -18,7 +18,7 @@ use super::cell::Cell;
 use super::inbox::Inbox;
 use super::metrics::TransferMetrics;
 use super::peers::{Lane, Peers, data_endpoint, lost};
-use super::registry::{Registry, Tracked};
+use super::registry::{Ending, Registry, Tracked};
 use super::timers::{KeepAlive, Timers};
 use super::wait::Wait;
 use super::{data, watchdog};
@@ -31,6 +31,8 @@ pub use tandem_wire::proto::phase::Kind as Phase;
 
 /// A goodbye (commit, abort) that the peer does not take within this long is left to the peer's lease.
 const GOODBYE: Duration = Duration::from_secs(2);
+/// Renews are never sent more often, whatever prefill grants.
+const MIN_RENEW: Duration = Duration::from_millis(10);
 
 /// What a [`Puller`] needs to know.
 pub struct PullerConfig {
@@ -102,8 +104,8 @@ impl Tracked for PullEntry {
     fn is_terminal(&self) -> bool {
         self.cell.state().is_terminal()
     }
-    fn failure(&self) -> Option<Failure> {
-        self.cell.failure()
+    fn ending(&self) -> Ending {
+        self.cell.failure().map_or(Ending::Done, Ending::Failed)
     }
     fn end_if_overdue(&self, now: Instant, limit: Duration) -> bool {
         self.cell.end_if_overdue(now, limit, Source::Decode)
@@ -328,7 +330,9 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             Err(failure) => {
                 // somebody else (the watchdog) may have ended it first: that failure counts
                 self.entry.cell.fail(failure.clone());
-                Err(self.entry.cell.failure().unwrap_or(failure))
+                let failure = self.entry.cell.failure().unwrap_or(failure);
+                self.forget_silent_peer(failure.reason);
+                Err(failure)
             }
         }
     }
@@ -374,11 +378,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             Some(Ok(message)) => message,
             Some(Err(status)) => {
                 self.control = None;
-                let failure = lost(&status, Source::Decode, "control stream to prefill");
-                if failure.reason == Reason::PeerLost {
-                    self.forget_peer();
-                }
-                return Err(failure);
+                return Err(lost(&status, Source::Decode, "control stream to prefill"));
             }
             None => {
                 self.control = None;
@@ -423,19 +423,30 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             prefill_message::Message::Manifest(manifest) => {
                 if self.manifest.is_none() {
                     self.advance(DecodeEvent::Manifest)?;
-                    let lease = Duration::from_millis(manifest.lease_ms);
-                    let period = (lease / 3).max(Duration::from_millis(1));
-                    let mut renew = tokio::time::interval_at((now + period).into(), period);
-                    renew.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-                    self.renew = Some(renew);
+                    self.renew_within(manifest.lease_ms);
                     self.manifest = Some(manifest);
                     self.frames_are_due(now);
                 }
             }
             prefill_message::Message::Failed(failure) => return Err(Failure::from_wire(&failure)),
-            prefill_message::Message::Renewed(_) | prefill_message::Message::Released(_) => {}
+            prefill_message::Message::Renewed(renewed) => {
+                if self.manifest.is_some() {
+                    self.renew_within(renewed.lease_ms);
+                }
+            }
+            prefill_message::Message::Released(_) => {}
         }
         Ok(())
+    }
+
+    /// Renews three times within what prefill grants, which may change.
+    fn renew_within(&mut self, lease_ms: u64) {
+        let period = (Duration::from_millis(lease_ms) / 3).max(MIN_RENEW);
+        if self.renew.as_ref().is_none_or(|renew| renew.period() != period) {
+            let mut renew = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
+            renew.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            self.renew = Some(renew);
+        }
     }
 
     fn on_accepted(&mut self, accepted: &proto::Accepted, now: Instant) -> Result<(), Failure> {
@@ -495,11 +506,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             }
             Some(Err(status)) => {
                 self.data = None;
-                let failure = lost(&status, Source::Decode, "data stream from prefill");
-                if failure.reason == Reason::PeerLost {
-                    self.forget_peer();
-                }
-                Err(failure)
+                Err(lost(&status, Source::Decode, "data stream from prefill"))
             }
             None => {
                 self.data = None;
@@ -544,10 +551,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
         let Some(manifest) = &self.manifest else {
             return Ok(None);
         };
-        if !manifest.finished && !self.inbox.is_complete() {
-            if self.data.is_none() {
-                return Err(Failure::new(Reason::Incomplete, Source::Transfer, self.inbox.missing()));
-            }
+        if !manifest.finished && !self.inbox.is_complete() && self.data.is_some() {
             return Ok(None);
         }
         self.inbox.verify(&self.request.prompt, manifest)?;
@@ -589,8 +593,13 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
         }))
     }
 
-    /// The next attempt dials anew.
-    fn forget_peer(&self) {
+    /// After a loss or a silence the next attempt dials anew: a link that swallows everything would swallow it too, until
+    /// its pings tell.
+    fn forget_silent_peer(&self, reason: Reason) {
+        match reason {
+            Reason::PeerLost | Reason::Stalled | Reason::RendezvousTimeout => {}
+            _ => return,
+        }
         let (endpoint, boot_id) = (&self.request.endpoint, self.request.boot_id);
         self.puller.peers.forget(Lane::Control, endpoint, boot_id);
         if let Some((endpoint, boot_id)) = &self.data_peer {

@@ -18,12 +18,23 @@ const MAX_TOMBSTONES: usize = 16_384;
 pub trait Tracked: Send + Sync + 'static {
     /// Nothing can change it any more.
     fn is_terminal(&self) -> bool;
-    /// Why it ended, if without success.
-    fn failure(&self) -> Option<Failure>;
+    /// How it ended.
+    fn ending(&self) -> Ending;
     /// Ends it with DEADLINE if it stood still for `limit`; says whether it did.
     fn end_if_overdue(&self, now: Instant, limit: Duration) -> bool;
     /// Time since it began, while it is live.
     fn age(&self, now: Instant) -> Option<Duration>;
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ending {
+    /// The KV was handed over.
+    Done,
+    /// The first token ended the request, there never was KV to hand over.
+    Finished,
+    /// It failed or was aborted.
+    Failed(Failure),
 }
 
 /// What is known of a key.
@@ -31,15 +42,15 @@ pub trait Tracked: Send + Sync + 'static {
 pub enum Found<T> {
     /// It is live, or ended a moment ago.
     Live(Arc<T>),
-    /// It ended; the failure, if it was one.
-    Ended(Option<Failure>),
+    /// It ended.
+    Ended(Ending),
     /// It was never seen here, or so long ago that it is forgotten.
     Unknown,
 }
 
 enum Slot<T> {
     Live(Arc<T>),
-    Tombstone(Option<Failure>),
+    Tombstone(Ending),
 }
 
 /// The attempts that one side knows.
@@ -86,7 +97,7 @@ impl<T: Tracked> Registry<T> {
     pub fn find(&self, key: TransferKey) -> Found<T> {
         match self.inner.lock().slots.get(&key) {
             Some(Slot::Live(entry)) => Found::Live(Arc::clone(entry)),
-            Some(Slot::Tombstone(failure)) => Found::Ended(failure.clone()),
+            Some(Slot::Tombstone(ending)) => Found::Ended(ending.clone()),
             None => Found::Unknown,
         }
     }
@@ -112,7 +123,7 @@ impl<T: Tracked> Registry<T> {
                 return;
             };
             let entry = Arc::clone(entry);
-            inner.bury(key, entry.failure(), Instant::now());
+            inner.bury(key, entry.ending(), Instant::now());
             entry
         };
         // its last owner may be us: dropped outside of the lock
@@ -125,7 +136,7 @@ impl<T: Tracked> Registry<T> {
         match inner.slots.get(&key) {
             Some(Slot::Live(entry)) => return Some(Arc::clone(entry)),
             Some(Slot::Tombstone(_)) => return None,
-            None => inner.bury(key, Some(failure), Instant::now()),
+            None => inner.bury(key, Ending::Failed(failure), Instant::now()),
         }
         drop(inner);
         self.arrived.notify_waiters();
@@ -152,7 +163,7 @@ impl<T: Tracked> Registry<T> {
         let mut oldest = None;
         for (key, entry) in live {
             if entry.end_if_overdue(now, limit) {
-                tracing::warn!(%key, failure = entry.failure().map(tracing::field::display), "the watchdog ended a transfer");
+                tracing::warn!(%key, ending = ?entry.ending(), "the watchdog ended a transfer");
             }
             if entry.is_terminal() {
                 self.bury(key);
@@ -164,8 +175,8 @@ impl<T: Tracked> Registry<T> {
 }
 
 impl<T> Inner<T> {
-    fn bury(&mut self, key: TransferKey, failure: Option<Failure>, now: Instant) {
-        self.slots.insert(key, Slot::Tombstone(failure));
+    fn bury(&mut self, key: TransferKey, ending: Ending, now: Instant) {
+        self.slots.insert(key, Slot::Tombstone(ending));
         self.graves.push_back((now, key));
         self.forget(now);
     }
@@ -196,8 +207,8 @@ mod tests {
         fn is_terminal(&self) -> bool {
             self.0.load(Ordering::SeqCst)
         }
-        fn failure(&self) -> Option<Failure> {
-            None
+        fn ending(&self) -> Ending {
+            Ending::Done
         }
         fn end_if_overdue(&self, _: Instant, _: Duration) -> bool {
             false
@@ -227,7 +238,7 @@ mod tests {
         registry.bury(key(0));
         registry.bury(key(0));
         assert!(registry.insert(key(0), entry()).is_none());
-        assert!(matches!(registry.find(key(0)), Found::Ended(None)));
+        assert!(matches!(registry.find(key(0)), Found::Ended(Ending::Done)));
         assert!(
             registry.insert(key(1), entry()).is_some(),
             "another attempt is another key"
@@ -241,7 +252,7 @@ mod tests {
         let failure = Failure::new(Reason::AbortedByPeer, Source::Decode, "client went away");
         assert!(registry.forbid(key(0), failure.clone()).is_none());
         assert!(registry.insert(key(0), entry()).is_none());
-        assert!(matches!(registry.find(key(0)), Found::Ended(Some(f)) if f == failure));
+        assert!(matches!(registry.find(key(0)), Found::Ended(Ending::Failed(f)) if f == failure));
     }
 
     #[test]

@@ -1,9 +1,12 @@
 //! Prefill's side: what may be opened and fetched here, and who holds what for whom.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use futures::future::BoxFuture;
 use tandem_wire::frame::Digest;
 use tandem_wire::proto::kv_transfer_server::{KvTransfer, KvTransferServer};
 use tandem_wire::proto::{DecodeMessage, FetchRequest, Open, PrefillMessage};
@@ -16,9 +19,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::cell::Cell;
 use super::metrics::{SideMetrics, TransferMetrics};
-use super::registry::{Found, Registry, Tracked};
+use super::registry::{Ending, Found, Registry, Tracked};
 use super::timers::Timers;
-use super::{control, data, watchdog};
+use super::{body, control, data, watchdog};
 use crate::exec::{KvStore, ModelSpec};
 use crate::kv::SeqPages;
 use crate::sched::{PrefillAbort, Scheduler, TransferGuard};
@@ -88,8 +91,11 @@ impl Tracked for HandOff {
     fn is_terminal(&self) -> bool {
         self.cell.state().is_terminal()
     }
-    fn failure(&self) -> Option<Failure> {
-        self.cell.failure()
+    fn ending(&self) -> Ending {
+        match self.cell.state() {
+            PrefillState::Finished => Ending::Finished,
+            _ => self.cell.failure().map_or(Ending::Done, Ending::Failed),
+        }
     }
     fn end_if_overdue(&self, now: Instant, limit: Duration) -> bool {
         self.cell.end_if_overdue(now, limit, Witness::Prefill)
@@ -122,8 +128,8 @@ impl Source {
     }
 
     /// `Fetch`, for the data port.
-    pub fn data(&self) -> KvTransferServer<DataPort> {
-        KvTransferServer::new(DataPort(Arc::clone(&self.0)))
+    pub fn data(&self) -> DataPort {
+        DataPort(Arc::clone(&self.0))
     }
 
     /// What the watchdog looks after.
@@ -150,6 +156,7 @@ impl Source {
 pub struct ControlPort(Arc<Shared>);
 
 /// The data port's half of the service.
+#[derive(Clone)]
 pub struct DataPort(Arc<Shared>);
 
 #[tonic::async_trait]
@@ -175,18 +182,44 @@ impl KvTransfer for ControlPort {
     }
 }
 
-#[tonic::async_trait]
-impl KvTransfer for DataPort {
-    type PrefillStream = ReceiverStream<Result<PrefillMessage, Status>>;
-    type FetchStream = data::FrameStream;
+impl tonic::server::NamedService for DataPort {
+    const NAME: &'static str = body::SERVICE;
+}
 
-    async fn prefill(&self, _: Request<Streaming<DecodeMessage>>) -> Result<Response<Self::PrefillStream>, Status> {
-        Err(Status::unimplemented("Prefill is served on the control port"))
+impl<B> tower::Service<http::Request<B>> for DataPort
+where
+    B: http_body::Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    type Response = http::Response<tonic::body::Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
     }
 
-    async fn fetch(&self, request: Request<FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
-        let hand_off = self.0.attach(request.get_ref()).await.map_err(|f| f.to_status())?;
-        Ok(Response::new(data::frames(Arc::clone(&self.0), hand_off)))
+    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+        let shared = Arc::clone(&self.0);
+        Box::pin(async move {
+            if request.uri().path() != body::FETCH {
+                let status = Status::unimplemented("the data port serves Fetch and nothing else");
+                return Ok(status.into_http());
+            }
+            let limit = shared.timers.get().rendezvous;
+            let read = tokio::time::timeout(limit, body::read_request(request.into_body()));
+            let attached = match read.await {
+                Ok(Ok(fetch)) => shared.attach(&fetch).await.map_err(|f| f.to_status()),
+                Ok(Err(status)) => Err(status),
+                Err(_) => Err(Status::deadline_exceeded("the request of a data stream did not come")),
+            };
+            Ok(match attached {
+                Ok(Some(hand_off)) => body::respond(data::frames(shared, hand_off)),
+                Ok(None) => body::respond(Box::pin(futures::stream::empty())),
+                Err(status) => status.into_http(),
+            })
+        })
     }
 }
 
@@ -233,15 +266,6 @@ impl Shared {
         if prompt == 0 {
             return refuse(Reason::Invalid, "prompt_tokens is empty");
         }
-        if prompt > self.spec.max_length_tokens as usize {
-            return refuse(
-                Reason::OverLength,
-                format!(
-                    "the prompt has {prompt} tokens, prefill's longest sequence is {} tokens",
-                    self.spec.max_length_tokens
-                ),
-            );
-        }
         if open.have_tokens as usize > prompt {
             return refuse(
                 Reason::Invalid,
@@ -262,8 +286,9 @@ impl Shared {
         Ok((key, hand_off))
     }
 
-    /// The hand-off that a Fetch means. It may come before its Open.
-    async fn attach(&self, fetch: &FetchRequest) -> Result<Arc<HandOff>, Failure> {
+    /// The hand-off that a Fetch means; `None`: it is over, and without KV. The Fetch may come before its Open, and after
+    /// the end of a hand-off that finished with its first token.
+    async fn attach(&self, fetch: &FetchRequest) -> Result<Option<Arc<HandOff>>, Failure> {
         let key = id(TransferKey::from_wire(fetch.key.as_ref()))?;
         if fetch.boot_id[..] != self.boot_id.as_bytes()[..] {
             return Err(Failure::stale_boot(Witness::Prefill, &fetch.boot_id, self.boot_id));
@@ -314,10 +339,11 @@ impl Shared {
                         format!("transfer {key} has its data stream already"),
                     );
                 }
-                Ok(hand_off)
+                Ok(Some(hand_off))
             }
-            Found::Ended(Some(failure)) => Err(failure),
-            Found::Ended(None) | Found::Unknown => refuse(
+            Found::Ended(Ending::Failed(failure)) => Err(failure),
+            Found::Ended(Ending::Finished) => Ok(None),
+            Found::Ended(Ending::Done) | Found::Unknown => refuse(
                 Reason::StaleAttempt,
                 format!("transfer {key} has ended, its pages are released"),
             ),

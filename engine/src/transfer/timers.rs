@@ -35,6 +35,13 @@ impl Default for TimerValues {
     }
 }
 
+impl TimerValues {
+    /// What decode is told of the lease: it renews three times in this, and that must also satisfy the watchdog.
+    pub(super) fn renewed_within(&self) -> Duration {
+        self.lease.min(self.watchdog)
+    }
+}
+
 /// A handle on the values; clones share them. A change re-arms every wait that runs, counted from when the wait began.
 #[derive(Debug, Clone)]
 pub struct Timers(Arc<watch::Sender<TimerValues>>);

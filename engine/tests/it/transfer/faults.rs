@@ -134,6 +134,38 @@ async fn silence_on_the_data_link_ends_by_the_stall_timer() {
 }
 
 #[tokio::test]
+async fn a_link_that_swallows_everything_does_not_swallow_the_next_attempt_too() {
+    // no pings: only the failed attempt can know
+    let setup = Setup::default();
+    let decode = setup.clone().timers(|t| t.stall = SHORT);
+    let rig = Relayed::start_with(&setup, &decode).await;
+    answers_rightly(&rig, &long_ask(1), &setup).await;
+    rig.data.freeze_established();
+    let (failure, _) = rig.begin(&long_ask(2)).failure().await;
+    assert_eq!(failure.reason, Reason::Stalled, "{failure}");
+    answers_rightly(&rig, &long_ask(2), &setup).await;
+    rig.idle().await;
+}
+
+#[tokio::test]
+async fn a_slow_data_link_that_moves_is_left_alone() {
+    let setup = Setup::default();
+    let short = setup.clone().timers(|t| {
+        t.stall = SHORT * 2;
+        t.progress = SHORT * 2;
+        t.watchdog = SHORT * 2;
+    });
+    let rig = Relayed::start_with(&short, &short).await;
+    // 12 pieces, two to a frame: as a whole twice as long as any timer, each frame a third of one
+    rig.data.to_client(Rule::Slow(SHORT / 3));
+    let ask = long_ask(1);
+    let (answer, after) = rig.begin(&ask).end().await;
+    assert_eq!(answer.unwrap().tokens, solo(&setup.fake, &ask.prompt, 8, GREEDY));
+    assert!(after > SHORT * 3, "{after:?}");
+    rig.idle().await;
+}
+
+#[tokio::test]
 async fn silence_everywhere_ends_by_keep_alive_on_both_sides() {
     let setup = Setup {
         keep_alive: KeepAlive {
@@ -314,8 +346,9 @@ async fn a_decode_that_goes_at_any_stage_frees_prefill_at_once() {
     })
     .await;
     streaming.drop_it().await;
-    rig.prefill.idle().await;
-    rig.decode.idle().await;
+    rig.idle().await;
+    assert_eq!(failures(&rig.decode.metrics, "decode", Reason::AbortedByClient), 3);
+    assert_eq!(failures(&rig.prefill.metrics, "prefill", Reason::AbortedByPeer), 3);
 
     rig.data.to_client(Rule::Pass);
     answers_rightly(&rig, &long_ask(3), &decode).await;

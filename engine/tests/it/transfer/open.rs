@@ -147,10 +147,13 @@ async fn fetch(prefill: &Prefill, request: proto::FetchRequest) -> Result<Vec<pr
         .map_err(|status| Failure::from_status(&status, Source::Decode))
 }
 
+/// Makes one thing wrong.
+type Edit<T> = fn(&mut T);
+
 #[tokio::test]
 async fn what_does_not_fit_is_refused_before_anything_is_computed() {
     let prefill = Prefill::start(&Setup::default()).await;
-    let rows: &[(fn(&mut Open), Reason, &str)] = &[
+    let rows: &[(Edit<Open>, Reason, &str)] = &[
         (|o| o.key = None, Reason::Invalid, "transfer_id"),
         (
             |o| o.prefill_boot_id = BootId::from([9; 16]).to_wire(),
@@ -378,7 +381,7 @@ async fn a_data_stream_of_somebody_else_is_refused_and_does_not_disturb() {
     let mut caller = Caller::open(&prefill, open(&prefill, key)).await;
     caller.accepted().await;
     let good = fetch_request(&prefill, key);
-    let rows: &[(fn(&mut proto::FetchRequest), Reason)] = &[
+    let rows: &[(Edit<proto::FetchRequest>, Reason)] = &[
         (|f| f.boot_id = BootId::from([9; 16]).to_wire(), Reason::StaleBoot),
         (
             |f| f.decode_boot_id = BootId::from([9; 16]).to_wire(),
@@ -425,6 +428,63 @@ async fn a_data_stream_that_is_dropped_ends_the_hand_off_and_control_is_told() {
     let failure = caller.failed().await;
     assert_eq!(failure.reason, Reason::PeerLost, "{failure}");
     prefill.fake.resume();
+    prefill.idle().await;
+}
+
+#[tokio::test]
+async fn an_abort_ends_it_and_the_reason_is_kept() {
+    let prefill = Prefill::start(&Setup::default()).await;
+    let mut caller = Caller::open(&prefill, open(&prefill, new_key())).await;
+    caller.accepted().await;
+    let abort = proto::Abort {
+        reason: Reason::Checksum.into(),
+        detail: "frame 7".to_owned(),
+        key: None,
+    };
+    caller.say(decode_message::Message::Abort(abort)).await;
+    let failure = caller.failed().await;
+    assert_eq!(
+        (failure.reason, failure.source),
+        (Reason::AbortedByPeer, Source::Decode)
+    );
+    assert!(
+        failure.detail.contains("checksum") && failure.detail.contains("frame 7"),
+        "{failure}"
+    );
+    prefill.idle().await;
+}
+
+#[tokio::test]
+async fn the_requests_own_time_ends_it_though_the_scheduler_is_stuck() {
+    let prefill = Prefill::start(&Setup::default()).await;
+    prefill.fake.pause();
+    let mut hasty = open(&prefill, new_key());
+    hasty.remaining_ms = 200;
+    let mut caller = Caller::open(&prefill, hasty).await;
+    caller.accepted().await;
+    assert_eq!(caller.failed().await.reason, Reason::Deadline);
+    prefill.fake.resume();
+    prefill.idle().await;
+}
+
+#[tokio::test]
+async fn a_data_stream_that_comes_after_a_first_token_has_ended_all_is_empty() {
+    let prefill = Prefill::start(&Setup::default()).await;
+    for committed in [false, true] {
+        let key = new_key();
+        let mut short = open(&prefill, key);
+        short.max_new_tokens = 1;
+        let mut caller = Caller::open(&prefill, short).await;
+        caller.accepted().await;
+        assert!(caller.manifest().await.finished);
+        if committed {
+            caller.commit().await;
+            caller.released().await;
+            drop(caller);
+            prefill.idle().await;
+        }
+        assert_eq!(fetch(&prefill, fetch_request(&prefill, key)).await, Ok(vec![]));
+    }
     prefill.idle().await;
 }
 

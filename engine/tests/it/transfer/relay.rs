@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{ReadHalf, WriteHalf};
@@ -23,6 +24,8 @@ pub enum Rule {
     FreezeAfter(u64),
     /// Cuts once so many bytes have passed.
     CutAfter(u64),
+    /// 16 KiB pass in each of these.
+    Slow(Duration),
     /// Flips the lowest bit of the byte at this offset.
     FlipAt(u64),
 }
@@ -201,7 +204,7 @@ async fn pump(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, lane: &Lane) {
                 continue;
             }
             Rule::FreezeAfter(limit) | Rule::CutAfter(limit) => (limit - passed) as usize,
-            Rule::Pass | Rule::FlipAt(_) => buffer.len(),
+            Rule::Pass | Rule::FlipAt(_) | Rule::Slow(_) => buffer.len(),
         };
         let room = room.min(buffer.len());
         let n = tokio::select! {
@@ -221,6 +224,9 @@ async fn pump(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, lane: &Lane) {
             && i < n as u64
         {
             buffer[i as usize] ^= 1;
+        }
+        if let Rule::Slow(each) = now {
+            tokio::time::sleep(each).await;
         }
         if to.write_all(&buffer[..n]).await.is_err() {
             return;

@@ -144,6 +144,29 @@ async fn the_requests_own_time_ends_it_in_every_wait() {
 }
 
 #[tokio::test]
+async fn the_requests_own_time_ends_it_though_prefill_cannot_say_so() {
+    let setup = Setup::default();
+    let rig = Relayed::start(&setup).await;
+    rig.prefill.fake.pause();
+    let short = Ask {
+        remaining: Some(SHORT),
+        ..ask(1)
+    };
+    let mut request = rig.begin(&short);
+    request.reached(Phase::Prefill).await;
+    rig.control.both(Rule::Freeze);
+    let (failure, _) = request.failure().await;
+    assert_eq!(
+        (failure.reason, failure.source),
+        (Reason::Deadline, Source::Decode),
+        "{failure}"
+    );
+    rig.control.both(Rule::Pass);
+    rig.prefill.fake.resume();
+    rig.idle().await;
+}
+
+#[tokio::test]
 async fn a_timer_that_is_shortened_counts_for_waits_that_run() {
     let setup = Setup::default();
     let rig = Relayed::start(&setup).await;
