@@ -35,32 +35,21 @@ BUILD = [
     Tier("model", ["sh", "-c", "scripts/venv.sh && .venv/bin/python scripts/model.py"], 20, counts=False),
     Tier("build", ["cargo", "build", "--release", "--workspace", "--locked", "--bins"], 45, counts=False),
 ]
+# Every cargo command selects the whole workspace: with a part of it, dependencies get other features and compile again.
+CARGO_TEST = ["cargo", "test", "--release", "--workspace", "--locked", "--no-fail-fast"]
+# One test at a time: they stop, kill and time processes that want both cores.
+ALONE = ["--", "--test-threads=1"]
 EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
-    Tier(
-        "unit and golden",
-        ["cargo", "test", "--release", "--workspace", "--locked", "--no-fail-fast", "--exclude", "tandem-e2e"],
-        45,
-    ),
-    # One test at a time: they stop, kill and time processes that want both cores.
-    Tier(
-        "process",
-        ["cargo", "test", "--release", "--locked", "--no-fail-fast", "-p", "tandem-e2e", "--", "--test-threads=1"],
-        30,
-    ),
+    Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
+    Tier("process", [*CARGO_TEST, "--test", "process", *ALONE], 30),
     Tier(
         "clients",
         ["sh", "-c", "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m pytest -q e2e/python"],
         15,
     ),
 ]
-LONG = [
-    Tier(
-        "soak",
-        ["cargo", "test", "--release", "--locked", "-p", "tandem-e2e", "--test", "long", "--", "--test-threads=1"],
-        40,
-    ),
-]
+LONG = [Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 40)]
 
 CARGO = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored;")
 PYTEST = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|errors?|skipped|xfailed|xpassed|deselected|warnings?),? ?)+) ?in [\d.]+s")

@@ -61,5 +61,5 @@ def test_a_client_that_leaves_frees_the_engine_within_a_second(stack: Stack):
 
 
 def running(stack: Stack) -> float:
-    (sample,) = families(stack, "decode")["tandem_engine_running_requests"].samples
+    (sample,) = families(stack, "decode")["tandem_engine_running"].samples
     return sample.value

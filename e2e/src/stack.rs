@@ -291,6 +291,19 @@ impl Router {
         probe::Metrics::of(&self.ops()).await
     }
 
+    /// Waits until it can use `engines` engines.
+    pub async fn sees_all(&self, engines: u32) {
+        eventually("the router sees its engines", START, async || {
+            let up = self.metrics().await.sum("tandem_router_upstream_up", &[]);
+            if up > f64::from(engines) - 0.5 {
+                Ok(())
+            } else {
+                Err(format!("{up}"))
+            }
+        })
+        .await;
+    }
+
     /// Asks for a completion of `prompt`, greedy, `max_tokens` long; gives the status and the body.
     pub async fn complete(&self, prompt: &str, max_tokens: u32) -> (u16, serde_json::Value) {
         let body = serde_json::json!({

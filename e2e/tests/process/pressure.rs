@@ -74,6 +74,8 @@ async fn a_client_that_does_not_read_blocks_only_itself_and_is_cut_off() {
     // A receive buffer of a few KiB fills at once; the kernel's default would swallow the whole answer.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
     socket.set_recv_buffer_size(4096).expect("SO_RCVBUF");
+    // Segments as on a network: the loopback's 64 KiB make the sender's kernel buffer megabytes.
+    socket.set_tcp_mss(1400).expect("TCP_MAXSEG");
     let address: std::net::SocketAddr = router.url().trim_start_matches("http://").parse().expect("an address");
     socket.connect(&address.into()).expect("connect");
     socket.set_nonblocking(true).expect("nonblocking");

@@ -5,6 +5,7 @@
 mod bench;
 mod differential;
 mod docs;
+mod fixtures;
 mod freeze;
 mod http;
 mod kill;

@@ -16,6 +16,7 @@ async fn a_call_that_means_another_boot_is_refused_by_both_engines() {
     let mut to_old_decode = good.clone();
     to_old_decode.boot_id = BootId::random().to_wire();
     let mut from_old_prefill = good.clone();
+    from_old_prefill.key.as_mut().expect("a key").attempt = 2;
     from_old_prefill.prefill.as_mut().expect("a prefill").boot_id = BootId::random().to_wire();
 
     let mut decode = pair.decode.client().await;
@@ -24,7 +25,10 @@ async fn a_call_that_means_another_boot_is_refused_by_both_engines() {
         assert_eq!(outcome.reason(), Reason::StaleBoot, "{:?}", outcome.end);
     }
     pair.idle(Duration::from_secs(5)).await;
-    assert_eq!(client::generate(&mut decode, good).await.tokens.len(), 4);
+    let mut again = good;
+    again.key.as_mut().expect("a key").attempt = 3;
+    let again = client::generate(&mut decode, again).await;
+    assert_eq!(again.tokens.len(), 4, "{:?}", again.end);
 }
 
 #[tokio::test(flavor = "multi_thread")]
