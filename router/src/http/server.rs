@@ -88,7 +88,8 @@ async fn accept(
 
 async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
     let _open = Counted::new(&app.flow.metrics.connections);
-    let socket = match Socket::new(stream, app.config.client_stall()) {
+    let stalled = app.flow.metrics.client_stalled.clone();
+    let socket = match Socket::new(stream, app.config.client_stall(), stalled) {
         Ok(socket) => socket,
         // the client is gone already
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),

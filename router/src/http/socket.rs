@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use tandem_telemetry::prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
@@ -18,16 +19,19 @@ pub struct Socket {
     stall: Duration,
     /// Runs while a write waits.
     waiting: Option<Pin<Box<Sleep>>>,
+    /// Counts the clients that were cut off here.
+    stalled: Counter,
 }
 
 impl Socket {
     /// Wraps an accepted connection: no delay for small writes, since every token is one.
-    pub fn new(stream: TcpStream, stall: Duration) -> io::Result<Self> {
+    pub fn new(stream: TcpStream, stall: Duration, stalled: Counter) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         Ok(Self {
             stream,
             stall,
             waiting: None,
+            stalled,
         })
     }
 
@@ -41,6 +45,8 @@ impl Socket {
             .waiting
             .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + self.stall)));
         if waiting.as_mut().poll(cx).is_ready() {
+            self.waiting = None;
+            self.stalled.inc();
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")));
         }
         Poll::Pending
@@ -93,7 +99,8 @@ mod tests {
     async fn pair(stall: Duration) -> (Socket, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        (Socket::new(listener.accept().await.unwrap().0, stall).unwrap(), client)
+        let stream = listener.accept().await.unwrap().0;
+        (Socket::new(stream, stall, Counter::default()).unwrap(), client)
     }
 
     #[tokio::test]
@@ -112,6 +119,7 @@ mod tests {
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(socket.stalled.get(), 1);
         drop(client);
 
         let (mut socket, mut client) = pair(Duration::from_secs(5)).await;
@@ -119,6 +127,7 @@ mod tests {
         for _ in 0..32 {
             socket.write_all(&chunk).await.unwrap();
         }
+        assert_eq!(socket.stalled.get(), 0);
         drop(socket);
         assert_eq!(reading.await.unwrap().unwrap(), 32 << 20);
     }
