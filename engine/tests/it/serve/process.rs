@@ -22,7 +22,7 @@ struct Engine {
 impl Engine {
     fn start(model: &Path, more: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_tandem-engine"))
-            .args(["--log-format", "json", "--threads", "1", "--kv-pages", "64", "--model"])
+            .args(["--log-format", "json", "--threads", "1", "--model"])
             .arg(model)
             .args(more)
             .stderr(Stdio::piped())
@@ -120,7 +120,12 @@ const ANY: [&str; 6] = [
 ];
 
 fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
-    ANY.iter().chain(more).copied().collect()
+    let pages: &[&str] = if more.contains(&"--kv-pages") {
+        &[]
+    } else {
+        &["--kv-pages", "64"]
+    };
+    [&ANY, pages, more].concat()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -166,10 +171,18 @@ async fn a_process_serves_drains_on_sigterm_and_exits_0() {
 #[test]
 fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
     let dir = tempfile::tempdir().unwrap();
-    let model = tiny(dir.path());
+    // an answer that takes minutes: nothing but the drain's end can end it within the test's patience
+    let shape = Shape {
+        context: 400_000,
+        ..Shape::SMALL
+    };
+    let model = llama(shape, Kind::Q8_0, Kind::F16, 3).write(dir.path());
     let runtime = tokio::runtime::Runtime::new().unwrap();
     for (limit, signals) in [("50", 1), ("60000", 2)] {
-        let mut engine = Engine::start(&model, &with(&["--role", "unified", "--drain-ms", limit]));
+        let mut engine = Engine::start(
+            &model,
+            &with(&["--role", "unified", "--drain-ms", limit, "--kv-pages", "25000"]),
+        );
         let (listen, _) = engine.serving();
         let stream = runtime.block_on(async {
             let mut client = EngineClient::connect(format!("http://{listen}")).await.unwrap();
@@ -179,11 +192,10 @@ fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
                 min_interval_ms: 0,
             };
             let loads = client.watch_load(request).await.unwrap().into_inner();
-            // 470 steps are far from over when the signal comes, in any case they end within the test's patience
             let request = GenerateRequest {
                 boot_id,
                 prompt_tokens: vec![5; 20],
-                max_new_tokens: 470,
+                max_new_tokens: 399_000,
                 ignore_eos: true,
                 ..GenerateRequest::default()
             };
