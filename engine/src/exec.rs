@@ -64,7 +64,9 @@ pub struct StepSeq<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     /// The batch does not fit what the model was set up for.
-    #[error("step of {tokens} tokens in {seqs} sequences exceeds the workspace of {max_tokens} tokens and {max_seqs} sequences")]
+    #[error(
+        "step of {tokens} tokens in {seqs} sequences exceeds the workspace of {max_tokens} tokens and {max_seqs} sequences"
+    )]
     TooLarge {
         /// Tokens asked for.
         tokens: usize,

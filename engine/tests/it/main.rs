@@ -1,5 +1,9 @@
 //! Integration tests of the engine, one binary.
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests, outside of a #[test]")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "helpers of tests, outside of a #[test]"
+)]
 
 mod compute;
 mod gguf;
