@@ -75,7 +75,10 @@ impl Router {
     /// Binds, loads the tokenizer off the serving threads, and serves from then on.
     pub async fn start(config: Config, exposition: Exposition, readiness: Readiness) -> Result<Self, StartError> {
         config.check().map_err(StartError::Config)?;
-        let bind = |source| StartError::Bind { addr: config.listen, source };
+        let bind = |source| StartError::Bind {
+            addr: config.listen,
+            source,
+        };
         let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
         let addr = listener.local_addr().map_err(bind)?;
         let tokenizer = config.tokenizer.clone();
