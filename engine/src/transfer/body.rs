@@ -299,7 +299,9 @@ mod tests {
         #[test]
         fn frames_survive_any_cut_of_the_network(frames in prop::collection::vec(frame(), 1..6), cuts in prop::collection::vec(1..400usize, 1..40)) {
             let mut wire = BytesMut::new();
-            frames.iter().for_each(|f| wire.put(framed(f)));
+            for frame in &frames {
+                wire.put(framed(frame));
+            }
             let mut wire = wire.freeze();
             let (mut chunks, mut came) = (Chunks::default(), Vec::new());
             let mut cuts = cuts.into_iter().cycle();
@@ -325,7 +327,9 @@ mod tests {
                 prefix.put_u32(len as u32);
                 chunks.push(prefix.freeze());
             }
-            pieces.into_iter().for_each(|p| chunks.push(p.into()));
+            for piece in pieces {
+                chunks.push(piece.into());
+            }
             while let Ok(Some(_)) = chunks.next_frame() {}
         }
     }

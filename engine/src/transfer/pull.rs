@@ -622,7 +622,6 @@ impl<F> Drop for Attempt<'_, F> {
             let message = Some(decode_message::Message::Abort(abort));
             let _ = self.to_prefill.try_send(DecodeMessage { message });
         }
-        self.data = None;
         self.puller.registry.bury(self.request.key);
         // Dropping the stream resets it, which ends all on the other side too; but a word that is already on its way would be
         // lost with it. So it is read to its end, for a while.
@@ -634,8 +633,11 @@ impl<F> Drop for Attempt<'_, F> {
             let (closed, _) = mpsc::channel(1);
             drop(std::mem::replace(&mut self.to_prefill, closed));
             let rest = async move { while let Some(Ok(_)) = control.next().await {} };
+            // dropped after the word has come, or prefill would see a broken link instead of the reason
+            let data = self.data.take();
             let goodbye = async move {
                 let _ = tokio::time::timeout(GOODBYE, rest).await;
+                drop(data);
             };
             self.puller.goodbyes.spawn_on(goodbye, &runtime);
         }
