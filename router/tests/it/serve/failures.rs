@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tandem_wire::proto::OnPrefillFailure;
 use tandem_wire::proto::finished::Cause;
+use tandem_wire::proto::{Load, OnPrefillFailure};
 use tandem_wire::{Reason, Source};
 
 use super::client::events;
@@ -39,22 +39,26 @@ async fn a_failure_before_the_first_byte_reaches_the_client_or_reuses_its_key() 
 }
 
 #[tokio::test]
-async fn a_retry_goes_to_the_pair_that_failed_although_there_is_another() {
-    let (bad, good) = (engine::prefill(), engine::prefill());
-    let decode = engine::decode();
-    decode.always(vec![
-        Step::Started,
-        Step::Fail(failure(Reason::Internal, Source::Decode)),
-    ]);
-    let stack = stack(&[&bad, &good], &[&decode], &["--policy=round-robin"]).await;
-    decode.fails_with(Reason::Stalled, Source::Prefill).then(spell("ok"));
-    assert_eq!(stack.client.chat(json!({})).await.content(), "ok");
+async fn a_retry_goes_to_the_engine_that_failed_although_there_is_another() {
+    let (bad, good, decode) = (engine::prefill(), engine::prefill(), engine::decode());
+    let stack = stack(&[&bad, &good], &[&decode], &["--policy=least-loaded"]).await;
+    // by load alone it would be `bad` each time
+    good.report(Load {
+        running: 1,
+        ..Load::default()
+    });
+    let labels = format!("{{role=\"prefill\",endpoint=\"{}\"}}", good.endpoint());
+    stack
+        .reaches(&format!("tandem_router_upstream_occupied{labels}"), 1)
+        .await;
+    decode.fails_with(Reason::Stalled, Source::Prefill);
+    assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
     let peers: Vec<_> = decode
         .calls()
         .iter()
         .map(|call| call.prefill.clone().unwrap().endpoint)
         .collect();
-    assert_ne!(peers[0], peers[1], "the prefill that failed was asked again");
+    assert_eq!(peers, [bad.endpoint(), good.endpoint()]);
 }
 
 #[tokio::test]
@@ -257,23 +261,23 @@ async fn what_clients_did_wrong_opens_the_breaker() {
 
 #[tokio::test]
 async fn an_engine_that_fails_each_request_goes_on_getting_them() {
-    let (bad, good) = (engine::decode(), engine::decode());
-    let stack = stack(&[], &[&bad, &good], &["--policy=round-robin"]).await;
-    bad.always(vec![
-        Step::Started,
-        Step::Fail(failure(Reason::Internal, Source::Decode)),
-    ]);
-    let mut failed = 0;
-    for _ in 0..40 {
-        failed += usize::from(stack.client.chat(json!({})).await.status != 200);
+    // said in its own words, or by breaking the call, after which it is asked again who it is
+    for last in [Step::Fail(failure(Reason::Internal, Source::Decode)), Step::Break] {
+        let (bad, good) = (engine::decode(), engine::decode());
+        let stack = stack(&[], &[&bad, &good], &["--policy=round-robin"]).await;
+        bad.always(vec![Step::Started, last]);
+        for _ in 0..40 {
+            stack.client.chat(json!({})).await;
+        }
+        let calls = bad.calls().len();
+        assert!((5..=8).contains(&calls), "{calls} of 40 requests went to it");
+        // and it comes back once it works
+        bad.always(spell("back"));
+        let back = async { while stack.client.chat(json!({})).await.content() != "back" {} };
+        tokio::time::timeout(PATIENCE, back)
+            .await
+            .expect("the engine never came back");
     }
-    assert!((5..=7).contains(&failed), "{failed} of 40 requests failed");
-    // and it comes back once it works
-    bad.always(spell("back"));
-    let back = async { while stack.client.chat(json!({})).await.content() != "back" {} };
-    tokio::time::timeout(PATIENCE, back)
-        .await
-        .expect("the engine never came back");
 }
 
 #[tokio::test]
