@@ -337,6 +337,8 @@ async fn a_requests_own_time_ends_it_whatever_it_does() {
     };
     let failure = decode.ask(late(pulled)).await.unwrap_err();
     assert_eq!(failure.reason, Reason::Deadline, "{failure}");
+    let counted = decode.metrics.encode().unwrap();
+    assert!(counted.contains("tandem_engine_recomputed_total 0\n"), "{counted}");
     prefill_control.resume();
     for node in [prefill, decode] {
         until_idle(&node.scheduler).await;
@@ -519,4 +521,27 @@ async fn more_requests_than_http2_allows_by_default_run_at_once_on_one_connectio
     }
     until_idle(&node.scheduler).await;
     node.close().await;
+}
+
+#[tokio::test]
+async fn what_the_request_itself_did_wrong_is_told_and_not_recomputed() {
+    let fake = FakeConfig::default();
+    let short = FakeConfig {
+        max_length_tokens: 64,
+        ..fake.clone()
+    };
+    let (prefill, _p) = TestNode::fake(&short, config(Role::Prefill)).await;
+    let (decode, control) = TestNode::fake(&fake, config(Role::Decode)).await;
+    let request = GenerateRequest {
+        prefill: Some(prefill.peer()),
+        on_prefill_failure: OnPrefillFailure::Recompute.into(),
+        ..decode.request(&prompt(1, 100), 5)
+    };
+    let failure = decode.ask(request).await.unwrap_err();
+    assert_eq!((failure.reason, failure.source), (Reason::OverLength, Source::Prefill));
+    assert_eq!(control.steps(), 0);
+    for node in [prefill, decode] {
+        until_idle(&node.scheduler).await;
+        node.close().await;
+    }
 }

@@ -297,6 +297,24 @@ fn what_cannot_start_says_why_and_exits_1() {
 }
 
 #[test]
+fn a_cache_smaller_than_the_models_length_is_said_before_it_serves() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = Shape {
+        context: 2048,
+        ..Shape::SMALL
+    };
+    let model = llama(shape, Kind::Q8_0, Kind::F16, 3).write(dir.path());
+    // 64 pages of 16 tokens
+    let mut engine = Engine::start(&model, &with(&["--role", "unified"]));
+    let serving: serde_json::Value = serde_json::from_str(&engine.line("\"serving\"")).unwrap();
+    assert_eq!(serving["max_length_tokens"], 1024);
+    let said = engine.log.iter().find(|line| line.contains("WARN")).expect("a warning");
+    for part in ["--kv-pages 64 holds 1024 tokens", "the model takes 2048", "--max-length-tokens"] {
+        assert!(said.contains(part), "{part:?} is not in {said}");
+    }
+}
+
+#[test]
 fn a_wrong_command_line_exits_2_and_names_the_flag() {
     for (args, named) in [
         (&["--role", "decode"][..], "--model"),
