@@ -266,11 +266,16 @@ async fn an_engine_that_fails_each_request_goes_on_getting_them() {
         let (bad, good) = (engine::decode(), engine::decode());
         let stack = stack(&[], &[&bad, &good], &["--policy=round-robin"]).await;
         bad.always(vec![Step::Started, last]);
-        for _ in 0..40 {
+        let up = format!(
+            "tandem_router_upstream_up{{role=\"decode\",endpoint=\"{}\"}}",
+            bad.endpoint()
+        );
+        for _ in 0..24 {
+            stack.reaches(&up, 1).await;
             stack.client.chat(json!({})).await;
         }
         let calls = bad.calls().len();
-        assert!((5..=8).contains(&calls), "{calls} of 40 requests went to it");
+        assert!((5..=8).contains(&calls), "{calls} of 24 requests went to it");
         // and it comes back once it works
         bad.always(spell("back"));
         let back = async { while stack.client.chat(json!({})).await.content() != "back" {} };
