@@ -8,6 +8,7 @@
 //! | [`stream`] | what a request's owner sees: events, bounded, dropped to abort |
 //! | [`scheduler`] | the handle: admission, generate, prefill, drain |
 //! | [`metrics`] | counters and gauges of all of this |
+//! | `sampling` | reads sampling off the wire, for both ends of a hand-off |
 //! | `shared` | what handle and loop share; places |
 //! | `seq` | one sequence, `(computed, total)` tokens |
 //! | `run` | the loop: its own thread, owner of the executor |
@@ -20,6 +21,7 @@ pub mod load;
 pub mod metrics;
 pub mod plan;
 mod run;
+mod sampling;
 pub mod scheduler;
 mod seq;
 mod shared;
@@ -27,6 +29,7 @@ pub mod stream;
 
 pub use knobs::{KnobRange, SchedKnobs};
 pub use load::{Health, LoadSnapshot};
+pub use sampling::read_sampling;
 pub use scheduler::{Admission, GenParams, PrefillParams, Scheduler, StartError};
 pub use seq::{Cause, Stops};
 pub use shared::{Admitted, TransferGuard};

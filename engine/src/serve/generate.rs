@@ -15,7 +15,7 @@ use tonic::Status;
 
 use super::node::{Shared, UnderWay};
 use crate::exec::SampleParams;
-use crate::sched::{Admission, Admitted, Cause, GenParams, SeqEvent, Stops};
+use crate::sched::{Admission, Admitted, Cause, GenParams, SeqEvent, Stops, read_sampling};
 use crate::transfer::{PullRequest, Pulled};
 
 /// Events that wait for a slow reader; tokens beyond wait in the sequence's mailbox, bounded by the request.
@@ -24,8 +24,6 @@ const EVENTS: usize = 16;
 const MAX_STOP_TOKENS: usize = 256;
 /// Longer request ids are cut.
 const MAX_REQUEST_ID: usize = 128;
-/// Above it every token is as likely as any other.
-const MAX_TEMPERATURE: f32 = 100.0;
 
 type Events = mpsc::Sender<Result<GenerateEvent, Status>>;
 
@@ -84,17 +82,7 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
             role.name()
         )));
     }
-    let sampling = request.sampling.unwrap_or_default();
-    if !(0.0..=MAX_TEMPERATURE).contains(&sampling.temperature) {
-        let found = sampling.temperature;
-        return Err(invalid(format!(
-            "sampling.temperature is {found}, allowed is 0 to {MAX_TEMPERATURE}"
-        )));
-    }
-    if !(0.0..=1.0).contains(&sampling.top_p) {
-        let found = sampling.top_p;
-        return Err(invalid(format!("sampling.top_p is {found}, allowed is 0 (unset) to 1")));
-    }
+    let sampling = read_sampling(request.sampling).map_err(invalid)?;
     if request.stop_token_ids.len() > MAX_STOP_TOKENS {
         let found = request.stop_token_ids.len();
         return Err(invalid(format!(
@@ -121,11 +109,7 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
     Ok(Asked {
         request_id,
         prompt: request.prompt_tokens.into(),
-        sampling: SampleParams {
-            temperature: sampling.temperature,
-            top_p: if sampling.top_p == 0.0 { 1.0 } else { sampling.top_p },
-            seed: sampling.seed,
-        },
+        sampling,
         stops: Stops {
             stop_token_ids: request.stop_token_ids,
             ignore_eos: request.ignore_eos,

@@ -14,7 +14,6 @@ use tonic::{Status, Streaming};
 
 use super::peers::lost;
 use super::source::{HandOff, Held, Shared};
-use crate::exec::SampleParams;
 use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream};
 
 /// Messages that wait to be sent.
@@ -138,7 +137,7 @@ impl Control {
         outbox: Outbox,
         open: Open,
     ) -> Result<Self, Failure> {
-        let (key, hand_off) = shared.check(&open)?;
+        let (key, sampling, hand_off) = shared.check(&open)?;
         let Some(hand_off) = shared.registry.insert(key, hand_off) else {
             return Err(Failure::new(
                 Reason::StaleAttempt,
@@ -163,14 +162,9 @@ impl Control {
             outcome: None,
             leased: begun,
         };
-        let sampling = open.sampling.unwrap_or_default();
         let events = shared.scheduler.prefill(PrefillParams {
             prompt: open.prompt_tokens.into(),
-            sampling: SampleParams {
-                temperature: sampling.temperature,
-                top_p: if sampling.top_p == 0.0 { 1.0 } else { sampling.top_p },
-                seed: sampling.seed,
-            },
+            sampling,
             stop_token_ids: open.stop_token_ids,
             ignore_eos: open.ignore_eos,
             max_new_tokens: open.max_new_tokens,

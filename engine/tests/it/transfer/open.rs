@@ -147,6 +147,10 @@ async fn fetch(prefill: &Prefill, request: proto::FetchRequest) -> Result<Vec<pr
         .map_err(|status| Failure::from_status(&status, Source::Decode))
 }
 
+fn sampling(open: &mut Open) -> &mut proto::Sampling {
+    open.sampling.get_or_insert_default()
+}
+
 /// Makes one thing wrong.
 type Edit<T> = fn(&mut T);
 
@@ -197,6 +201,11 @@ async fn what_does_not_fit_is_refused_before_anything_is_computed() {
         (|o| o.prompt_tokens = vec![7; 2_000], Reason::OverLength, "1024"),
         (|o| o.have_tokens = 101, Reason::Invalid, "have_tokens"),
         (|o| o.max_new_tokens = 0, Reason::Invalid, "max_new_tokens"),
+        // each of them would fail the step of everybody in the batch
+        (|o| sampling(o).temperature = f32::NAN, Reason::Invalid, "temperature"),
+        (|o| sampling(o).temperature = -1.0, Reason::Invalid, "temperature"),
+        (|o| sampling(o).top_p = f32::NAN, Reason::Invalid, "top_p"),
+        (|o| sampling(o).top_p = 2.0, Reason::Invalid, "top_p"),
     ];
     for (edit, reason, named) in rows {
         let key = new_key();
