@@ -30,5 +30,5 @@ lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh
 
 bench: demo ## load the demo at concurrency 1 and 16; print latencies and tokens per second
-	target/release/tandem bench chat --url http://$(HTTP) --concurrency 1
-	target/release/tandem bench chat --url http://$(HTTP) --concurrency 16
+	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 1
+	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 16

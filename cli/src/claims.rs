@@ -63,7 +63,7 @@ pub enum ClaimError {
     },
 }
 
-/// The model's file on this machine; it exists, holds bytes, and is the one that the manifest names.
+/// The model's file on this machine; it exists and holds bytes. [`check_revision`] says whether it is the right one.
 pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>) -> Result<PathBuf, ClaimError> {
     let pvc = &model.source.pvc;
     if let Some(other) = claims.iter().find(|claim| claim.claim != pvc.claim_name) {
@@ -97,30 +97,44 @@ pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>
             problem,
         });
     }
-    if !model.revision.is_empty() {
-        let found = sha256(&file).map_err(|source| ClaimError::Read {
-            file: file.clone(),
-            source,
-        })?;
-        if found != model.revision {
-            return Err(ClaimError::Revision {
-                file,
-                found,
-                expected: model.revision.clone(),
-            });
-        }
-    }
     Ok(file)
 }
 
-fn sha256(file: &Path) -> std::io::Result<String> {
+/// Whether the file is the one that the manifest names. It reads all of it, minutes for a large one; `progress` is told
+/// percent, rising.
+pub fn check_revision(file: &Path, expected: &str, progress: impl FnMut(u8)) -> Result<(), ClaimError> {
+    let found = sha256(file, progress).map_err(|source| ClaimError::Read {
+        file: file.to_owned(),
+        source,
+    })?;
+    if found == expected {
+        return Ok(());
+    }
+    Err(ClaimError::Revision {
+        file: file.to_owned(),
+        found,
+        expected: expected.to_owned(),
+    })
+}
+
+fn sha256(file: &Path, mut progress: impl FnMut(u8)) -> std::io::Result<String> {
     let mut reader = std::fs::File::open(file)?;
+    let length = reader.metadata()?.len().max(1);
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
+    let (mut hashed, mut told) = (0, 0);
     loop {
-        match reader.read(&mut buffer)? {
-            0 => return Ok(hex(&hasher.finalize())),
-            read => hasher.update(&buffer[..read]),
+        let read = reader.read(&mut buffer)?;
+        if read == 0 {
+            return Ok(hex(&hasher.finalize()));
+        }
+        hasher.update(&buffer[..read]);
+        hashed += read as u64;
+        // A file that grows meanwhile is not of more than 100 percent.
+        let percent = (hashed.saturating_mul(100) / length).min(100) as u8;
+        if percent > told {
+            told = percent;
+            progress(percent);
         }
     }
 }
@@ -227,8 +241,19 @@ mod tests {
         // FIPS 180-2, appendix B.1.
         let abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(find_model(&model(abc), &claims, None).unwrap(), file);
+        check_revision(&file, abc, |_| {}).unwrap();
         std::fs::write(&file, "abd").unwrap();
-        let error = find_model(&model(abc), &claims, None).unwrap_err().to_string();
+        let error = check_revision(&file, abc, |_| {}).unwrap_err().to_string();
         assert!(error.contains(abc) && error.contains("has SHA-256"), "{error}");
+    }
+
+    #[test]
+    fn hashing_a_large_file_tells_how_far_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.gguf");
+        std::fs::write(&file, vec![7; (4 << 20) + 1]).unwrap();
+        let mut told = Vec::new();
+        sha256(&file, |percent| told.push(percent)).unwrap();
+        assert_eq!(told, [24, 49, 74, 99, 100]);
     }
 }

@@ -118,21 +118,26 @@ impl Console {
 
     /// How far a child has loaded its model.
     pub fn loading(&mut self, name: &str, percent: u8) {
+        self.progress(name, "loading model", percent);
+    }
+
+    /// How far something long is, until [`Self::loaded`] says that it is over.
+    pub fn progress(&mut self, name: &str, what: &'static str, percent: u8) {
         let bars = &self.bars;
         let entry = self.loading.entry(name.to_owned()).or_insert_with(|| {
             let bar = bars.add(ProgressBar::new(100));
-            if let Ok(style) = ProgressStyle::with_template("{prefix:12} loading model [{bar:40}] {pos:>3} % {elapsed}")
-            {
+            if let Ok(style) = ProgressStyle::with_template("{prefix:12} {msg} [{bar:40}] {pos:>3} % {elapsed}") {
                 bar.set_style(style.progress_chars("=> "));
             }
             bar.set_prefix(name.to_owned());
+            bar.set_message(what);
             bar.enable_steady_tick(Duration::from_millis(200));
             Loading { bar, shown: 0 }
         });
         entry.bar.set_position(u64::from(percent));
         if !self.terminal && percent >= entry.shown.saturating_add(PLAIN_STEP_PERCENT) {
             entry.shown = percent - percent % PLAIN_STEP_PERCENT;
-            self.say(&format!("{name}: loading model, {percent} %"));
+            self.say(&format!("{name}: {what}, {percent} %"));
         }
     }
 

@@ -40,11 +40,14 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    runtime.block_on(async {
+    let code = runtime.block_on(async {
         match cli.command {
             Command::Up(args) => up::up(args).await,
             Command::Down(args) => up::down(args).await,
             Command::Bench(command) => bench::run(command).await,
         }
-    })
+    });
+    // A file that is still being hashed must not hold the end up.
+    runtime.shutdown_background();
+    code
 }

@@ -23,8 +23,13 @@ const PROBE: u64 = u64::MAX - 8;
 #[derive(Debug, Args)]
 pub struct ChatArgs {
     /// The server, with or without /v1
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080")]
-    url: String,
+    #[arg(
+        long,
+        visible_alias = "url",
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8080"
+    )]
+    base_url: String,
     /// The model to ask [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
@@ -78,7 +83,7 @@ pub async fn run(args: ChatArgs) -> ExitCode {
 }
 
 async fn measure(args: &ChatArgs) -> Result<Report, String> {
-    let server = Server::new(&args.url, Duration::from_secs(args.timeout_seconds.into()))?;
+    let server = Server::new(&args.base_url, Duration::from_secs(args.timeout_seconds.into()))?;
     let no_answer = |error: String| format!("{} does not answer as an OpenAI server: {error}", server.url());
     let model = match &args.model {
         Some(model) => model.clone(),

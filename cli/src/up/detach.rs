@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
+use std::pin::pin;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::signals::Signals;
 use super::state::{self, Phase};
@@ -18,6 +19,8 @@ use crate::console::Console;
 const POLL: Duration = Duration::from_millis(50);
 /// The supervisor bounds its own start; this is for one that is stuck before it can.
 const FIRST_STATE: Duration = Duration::from_mins(1);
+/// The kernel ends a killed process within this, unless it hangs in a device.
+const KILL_BOUND: Duration = Duration::from_secs(5);
 
 /// Starts the supervisor in the background and returns when the deployment is ready.
 pub async fn start(args: &UpArgs) -> Result<(), UpError> {
@@ -50,6 +53,10 @@ pub async fn start(args: &UpArgs) -> Result<(), UpError> {
     loop {
         let state = state::read(&dir).filter(|state| state.pid == supervisor.id());
         if let Some(state) = &state {
+            match state.checking {
+                Some(percent) => console.progress(stack::MODEL, stack::CHECKING, percent),
+                None => console.loaded(stack::MODEL),
+            }
             for process in &state.processes {
                 match process.loading {
                     Some(percent) if !process.ready => console.loading(&process.name, percent),
@@ -91,18 +98,53 @@ pub async fn start(args: &UpArgs) -> Result<(), UpError> {
             return Err(UpError::Detached { message, code: 1 });
         }
         tokio::select! {
-            () = tokio::time::sleep(POLL) => {}
+            () = sleep(POLL) => {}
             signal = signals.next() => {
-                console.say(&format!("{signal}: stopping"));
-                let _ = terminate(supervisor.id());
-                let _ = supervisor.wait();
-                return Err(UpError::Detached { message: "stopped before it was ready".to_owned(), code: 130 });
+                console.say(&format!("{signal}: stopping; once more kills it at once"));
+                let bound = state.map_or(FIRST_STATE, |state| Duration::from_secs(state.stop_seconds));
+                let killed = end(&mut supervisor, bound, signals.next()).await.map_err(|source| UpError::System {
+                    what: "stop the supervisor",
+                    source,
+                })?;
+                let message = match killed {
+                    None => "stopped before it was ready".to_owned(),
+                    Some(why) => format!("killed before it was ready: {why}"),
+                };
+                return Err(UpError::Detached { message, code: 130 });
             }
         }
     }
 }
 
-/// The same command without `--detach`, with its folders named, its output in a file, in a session of its own.
+/// Asks the supervisor to stop, and kills it after `bound`, or when `again` comes; its children end with it. Why it was
+/// killed, if it was.
+async fn end(
+    supervisor: &mut Child,
+    bound: Duration,
+    again: impl Future<Output = &'static str>,
+) -> std::io::Result<Option<String>> {
+    let deadline = Instant::now() + bound;
+    let mut again = pin!(again);
+    terminate(supervisor.id())?;
+    let why = loop {
+        if supervisor.try_wait()?.is_some() {
+            return Ok(None);
+        }
+        tokio::select! {
+            signal = &mut again => break format!("{signal} again"),
+            () = sleep_until(deadline) => break format!("it did not stop within {} s", bound.as_secs()),
+            () = sleep(POLL) => {}
+        }
+    };
+    supervisor.kill()?;
+    let killed = Instant::now();
+    while supervisor.try_wait()?.is_none() && killed.elapsed() < KILL_BOUND {
+        sleep(POLL).await;
+    }
+    Ok(Some(why))
+}
+
+/// The same command in the background: its folders named, its output in a file, in a session of its own.
 fn spawn(dir: &Path, log_dir: &Path, own_log: &Path) -> Result<Child, UpError> {
     let logs = |source| UpError::Logs {
         dir: log_dir.to_owned(),
@@ -115,7 +157,7 @@ fn spawn(dir: &Path, log_dir: &Path, own_log: &Path) -> Result<Child, UpError> {
         source,
     };
     let mut command = Command::new(std::env::current_exe().map_err(start)?);
-    command.args(foreground_args(std::env::args_os().skip(1), dir, log_dir));
+    command.args(background_args(std::env::args_os().skip(1), dir, log_dir));
     command.stdin(Stdio::null()).stdout(out).stderr(err);
     // SAFETY: between fork and exec only setsid(2) and the construction of an error from a number run; both are
     // async-signal-safe and allocate nothing.
@@ -131,7 +173,7 @@ fn spawn(dir: &Path, log_dir: &Path, own_log: &Path) -> Result<Child, UpError> {
     command.spawn().map_err(start)
 }
 
-fn foreground_args(given: impl Iterator<Item = OsString>, dir: &Path, log_dir: &Path) -> Vec<OsString> {
+fn background_args(given: impl Iterator<Item = OsString>, dir: &Path, log_dir: &Path) -> Vec<OsString> {
     let mut args = Vec::new();
     let mut given = given;
     while let Some(arg) = given.next() {
@@ -142,6 +184,7 @@ fn foreground_args(given: impl Iterator<Item = OsString>, dir: &Path, log_dir: &
             args.push(arg);
         }
     }
+    args.push("--background".into());
     for (flag, value) in [("--state-dir", dir), ("--log-dir", log_dir)] {
         args.push(flag.into());
         args.push(value.into());
@@ -188,7 +231,7 @@ pub async fn down(dir: &Path) -> Result<(), UpError> {
                     what: ", but does not say as which process".into(),
                 });
             }
-            None => tokio::time::sleep(POLL).await,
+            None => sleep(POLL).await,
         }
     };
     let _ = writeln!(out, "stopping {} (process {})", state.name, state.pid);
@@ -209,7 +252,7 @@ pub async fn down(dir: &Path) -> Result<(), UpError> {
                 seconds: state.stop_seconds,
             });
         }
-        tokio::time::sleep(POLL).await;
+        sleep(POLL).await;
     }
     let _ = writeln!(out, "stopped after {:.1} s", began.elapsed().as_secs_f64());
     Ok(())
@@ -249,7 +292,7 @@ mod tests {
             "a=b",
             "--log-dir=l",
         ];
-        let args = foreground_args(
+        let args = background_args(
             given.map(OsString::from).into_iter(),
             Path::new("/s"),
             Path::new("/s/logs"),
@@ -260,12 +303,44 @@ mod tests {
             "x.yaml",
             "--claim",
             "a=b",
+            "--background",
             "--state-dir",
             "/s",
             "--log-dir",
             "/s/logs",
         ];
         assert_eq!(args, expected.map(OsString::from));
+    }
+
+    /// A process that ignores SIGTERM, once it has said so.
+    fn deaf() -> Child {
+        let mut child = Command::new("/bin/sh")
+            .args(["-c", "trap '' TERM; echo deaf; while :; do sleep 0.02; done"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = [0; 5];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut said).unwrap();
+        child
+    }
+
+    #[tokio::test]
+    async fn a_supervisor_that_does_not_stop_is_killed_at_its_limit_or_on_a_second_signal() {
+        let patience = Duration::from_secs(30);
+        let killed = async |bound, again: bool| {
+            let mut child = deaf();
+            let again = async { if again { "SIGINT" } else { std::future::pending().await } };
+            let ended = tokio::time::timeout(patience, end(&mut child, bound, again)).await;
+            let gone = child.try_wait().unwrap().is_some();
+            let _ = child.kill();
+            assert!(gone, "it still runs");
+            ended.unwrap().unwrap().unwrap()
+        };
+        assert_eq!(
+            killed(Duration::from_secs(1), false).await,
+            "it did not stop within 1 s"
+        );
+        assert_eq!(killed(Duration::from_hours(1), true).await, "SIGINT again");
     }
 
     #[test]

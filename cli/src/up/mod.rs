@@ -56,6 +56,9 @@ pub struct UpArgs {
     /// Return when all is ready and leave it running; `tandem down` stops it
     #[arg(long)]
     detach: bool,
+    /// What `--detach` leaves running: nobody reads its output, so children's lines go to their files alone
+    #[arg(long, hide = true, requires = "log_dir", conflicts_with = "detach")]
+    background: bool,
     #[command(flatten)]
     state: StateArgs,
 }
@@ -160,7 +163,7 @@ pub async fn down(args: DownArgs) -> ExitCode {
     })
 }
 
-/// Checks everything that can be checked before a process starts, then runs.
+/// Checks everything that can be checked at once, then runs.
 async fn run(args: &UpArgs) -> Result<(), UpError> {
     let object = manifest::load(&args.file)?;
     let spec = &object.spec;
@@ -194,7 +197,6 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
     })?;
     let mut ports =
         ports::Ports::reserve(plan::ports_needed(spec) + 1).map_err(|error| UpError::Ports(error.to_string()))?;
-    drop(taken);
     let mut list = ports.list();
     let mut http = args.http;
     if let Some(spare) = list.pop() {
@@ -213,7 +215,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
     let machine = plan::Machine {
         engine,
         router,
-        model,
+        model: model.clone(),
         http,
         threads: args.threads,
         kv_memory_mib: args.kv_memory_mib,
@@ -227,13 +229,18 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         what: "write to stderr",
         source,
     })?;
-    let names = stack::Names {
+    let setup = stack::Setup {
         deployment: object.metadata.name.clone(),
         model: spec.model.name.clone(),
+        log_dir: args.log_dir.clone(),
+        background: args.background,
+        check: (!spec.model.revision.is_empty()).then(|| stack::Check {
+            file: model,
+            revision: spec.model.revision.clone(),
+            _http: taken,
+        }),
     };
-    stack::Stack::new(names, &plan, ports, held, console, args.log_dir.clone())
-        .run(signals)
-        .await
+    stack::Stack::new(setup, &plan, ports, held, console).run(signals).await
 }
 
 fn running(dir: &Path) -> UpError {

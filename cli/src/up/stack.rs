@@ -1,12 +1,13 @@
 //! The whole: started step by step, followed, stopped in the opposite order.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, GetInfoRequest};
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::UpError;
@@ -17,19 +18,38 @@ use super::probe::Health;
 use super::signals::Signals;
 use super::state::{Phase, ProcessState, State, StateDir};
 use super::supervise::Supervisor;
-use crate::claims::hex;
+use crate::claims::{self, hex};
 use crate::console::{Console, with_causes};
 
 /// A process that has drained still needs a moment to exit.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
 /// Asking a ready engine about itself.
 const INFO_DEADLINE: Duration = Duration::from_secs(5);
+/// Progress of hashing the model's file: whose, and of what.
+pub const MODEL: &str = "model";
+pub const CHECKING: &str = "comparing SHA-256 with the revision";
 
-/// What people call it.
-#[derive(Debug, Clone)]
-pub struct Names {
+/// The deployment beside its processes.
+#[derive(Debug)]
+pub struct Setup {
+    /// The deployment's name.
     pub deployment: String,
+    /// What requests name as `model`.
     pub model: String,
+    /// Where each child's lines go.
+    pub log_dir: Option<PathBuf>,
+    /// The console is a file that nobody rolls over: children's lines are not repeated there.
+    pub background: bool,
+    pub check: Option<Check>,
+}
+
+/// A file that has to be the right one before the first process starts.
+#[derive(Debug)]
+pub struct Check {
+    pub file: PathBuf,
+    pub revision: String,
+    /// The router's address, held meanwhile.
+    pub _http: TcpListener,
 }
 
 /// A child that ended the whole.
@@ -86,17 +106,12 @@ pub struct Stack {
     name_width: usize,
     state: State,
     held: StateDir,
+    background: bool,
+    check: Option<Check>,
 }
 
 impl Stack {
-    pub fn new(
-        names: Names,
-        plan: &Plan,
-        ports: Ports,
-        held: StateDir,
-        console: Console,
-        log_dir: Option<PathBuf>,
-    ) -> Self {
+    pub fn new(setup: Setup, plan: &Plan, ports: Ports, held: StateDir, console: Console) -> Self {
         let limits = Limits {
             startup: plan.startup,
             stop: plan.drain + EXIT_GRACE,
@@ -109,11 +124,12 @@ impl Stack {
         let state = State {
             pid: std::process::id(),
             phase: Phase::Starting,
-            name: names.deployment,
-            model: names.model,
+            name: setup.deployment,
+            model: setup.model,
             http,
-            log_dir,
+            log_dir: setup.log_dir,
             stop_seconds: Supervisor::stop_bound(limits).as_secs() * 3,
+            checking: setup.check.as_ref().map(|_| 0),
             processes: processes.iter().map(not_started).collect(),
         };
         Self {
@@ -125,6 +141,8 @@ impl Stack {
             console,
             state,
             held,
+            background: setup.background,
+            check: setup.check,
         }
     }
 
@@ -159,6 +177,7 @@ impl Stack {
     async fn start(&mut self) -> Result<(), UpError> {
         let began = Instant::now();
         self.write_state()?;
+        self.check_revision().await?;
         let mut first = 0;
         for count in self.steps.clone() {
             let step = first..first + count;
@@ -186,8 +205,43 @@ impl Stack {
         self.console
             .say(&format!("{} is ready after {seconds:.1} s", self.state.name));
         self.console.say(&banner(&self.state));
-        self.console.say("Ctrl-C stops it.\n");
+        if !self.background {
+            self.console.say("Ctrl-C stops it.\n");
+        }
         Ok(())
+    }
+
+    /// Hashes the model's file, if it has to be a certain one. Meanwhile the state is told and signals are heard.
+    async fn check_revision(&mut self) -> Result<(), UpError> {
+        let Some(check) = self.check.take() else {
+            return Ok(());
+        };
+        let (file, revision) = (check.file.clone(), check.revision.clone());
+        let (tell, mut told) = watch::channel(0);
+        let mut hashing = tokio::task::spawn_blocking(move || {
+            claims::check_revision(&file, &revision, |percent| {
+                tell.send_replace(percent);
+            })
+        });
+        let result = loop {
+            tokio::select! {
+                biased;
+                Ok(()) = told.changed() => {
+                    let percent = *told.borrow_and_update();
+                    self.console.progress(MODEL, CHECKING, percent);
+                    self.state.checking = Some(percent);
+                    self.write_state()?;
+                }
+                result = &mut hashing => break result,
+            }
+        };
+        self.console.loaded(MODEL);
+        self.state.checking = None;
+        result.map_err(|error| UpError::System {
+            what: "hash the model's file",
+            source: error.into(),
+        })??;
+        self.write_state()
     }
 
     fn release_ports(&mut self, process: &Process) {
@@ -205,7 +259,9 @@ impl Stack {
         let state = &mut self.state.processes[index];
         match event {
             Event::Line(line) => {
-                self.console.log(&name, self.name_width, &line);
+                if !self.background {
+                    self.console.log(&name, self.name_width, &line);
+                }
                 return Ok(());
             }
             Event::Started { pid } => state.pid = Some(pid),
@@ -235,9 +291,12 @@ impl Stack {
                     ..not_started(&self.processes[index])
                 };
                 self.console.loaded(&name);
+                let last = match &self.state.log_dir {
+                    Some(dir) if self.background => format!("; its log is in {}", dir.display()),
+                    _ => quote(&last_lines),
+                };
                 self.console.say(&format!(
-                    "{name} died: {end}{}\n{name} starts again on its port in {:.1} s",
-                    quote(&last_lines),
+                    "{name} died: {end}{last}\n{name} starts again on its port in {:.1} s",
                     restart_in.as_secs_f64()
                 ));
             }

@@ -31,7 +31,12 @@ impl Server {
 
     fn bench(&self, args: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
-        command.args(["bench", "chat", "--url", &format!("http://127.0.0.1:{}/v1", self.port)]);
+        command.args([
+            "bench",
+            "chat",
+            "--base-url",
+            &format!("http://127.0.0.1:{}/v1", self.port),
+        ]);
         command.args(args).output().unwrap()
     }
 
@@ -131,6 +136,18 @@ fn a_server_without_ignore_eos_is_loaded_and_its_short_answers_are_told() {
         (&report["short_answers"], &report["output_tokens"]["max"]),
         (&3.into(), &4.into())
     );
+}
+
+#[test]
+fn the_server_may_also_be_named_by_url() {
+    let url = "--url=http://127.0.0.1:1";
+    let output = Command::new(env!("CARGO_BIN_EXE_tandem"))
+        .args(["bench", "chat", url])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.starts_with("error: http://127.0.0.1:1"), "{text}");
 }
 
 #[test]

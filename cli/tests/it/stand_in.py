@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for tandem-engine and tandem-router: their flags, health and signals, none of their work.
 
-It writes "name event" lines into the file `events` beside itself, and ends with code 4 on a model that reads "broken".
+It writes "name event" lines into the file `events` beside itself, ends with code 4 on a model that reads "broken", and
+neither gets ready nor stops on one that reads "deaf".
 """
 import http.server
 import os
@@ -21,7 +22,8 @@ def event(what):
 
 
 with open(flags.get("--model") or flags["--tokenizer"]) as file:
-    if file.read().strip() == "broken":
+    content = file.read(8).strip()
+    if content == "broken":
         print("error: model.gguf is cut off: tensor 7 ends at byte 900 of 600", file=sys.stderr, flush=True)
         sys.exit(4)
 
@@ -30,7 +32,7 @@ began = time.monotonic()
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        percent = int((time.monotonic() - began) * 500)
+        percent = 40 if content == "deaf" else int((time.monotonic() - began) * 500)
         status, body = (200, '{"status":"ready"}') if percent >= 100 else (503, '{"loading":%d}' % percent)
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -43,6 +45,9 @@ class Health(http.server.BaseHTTPRequestHandler):
 
 
 def stop(*_):
+    if content == "deaf":
+        event("was asked to stop")
+        return
     event("stopped")
     print("drained", file=sys.stderr, flush=True)
     os._exit(0)
