@@ -29,6 +29,7 @@ test-long: ## what takes longer: soaks
 lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh
 
-bench: demo ## load the demo at concurrency 1 and 16; print latencies and tokens per second
+bench: demo ## the engine beside llama.cpp as ratios (builds llama.cpp once), then the demo under load
+	bench/run.sh
 	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 1
 	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 16

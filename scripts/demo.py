@@ -26,13 +26,15 @@ MESSAGES = [
     {"role": "user", "content": QUESTION},
 ]
 START_SECONDS = 120
+# a proxy for the outside has no business with this machine's own addresses
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def running() -> dict | None:
     """What `tandem up` says about the demo that runs, if one does and answers."""
     try:
         state = json.loads((STATE / "state.json").read_text())
-        with urllib.request.urlopen(f"http://{state['http']}/readyz", timeout=5):
+        with HTTP.open(f"http://{state['http']}/readyz", timeout=5):
             return state
     except (OSError, ValueError):  # no file, a half-written one, nobody there, or not ready
         return None
@@ -50,7 +52,12 @@ def start(http: str) -> None:
     else:
         up = [TANDEM, "up", "-f", MANIFEST, "--claim", "models=.demo/models", "--http", http]
         up += ["--state-dir", STATE, "--detach"]
-        if subprocess.run(up, cwd=ROOT, check=False, timeout=START_SECONDS).returncode:
+        try:
+            code = subprocess.run(up, cwd=ROOT, check=False, timeout=START_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            subprocess.run([TANDEM, "down", "--state-dir", STATE], check=False)
+            sys.exit(f"error: the demo was not ready after {START_SECONDS} s; its logs are in {STATE / 'logs'}")
+        if code:
             sys.exit("error: the demo did not start; if the port is taken: make demo HTTP=127.0.0.1:9090")
         state = running()
         if not state:
@@ -72,7 +79,7 @@ Ask for yourself:
 Then try:
   - the same with "stream": true, or with OpenAI's SDK and base_url="{url}/v1";
   - kill -9 one of the processes while it answers, and ask again;
-  - make bench, which loads it with 16 requests at a time;
+  - make bench, which measures it beside llama.cpp and loads it with 16 requests at a time;
   - {MANIFEST}, which describes what runs.
 
 Stop it:
@@ -86,10 +93,12 @@ def ask(url: str, model: str) -> str:
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with HTTP.open(request, timeout=60) as response:
             return json.load(response)["choices"][0]["message"]["content"]
     except urllib.error.HTTPError as error:
         sys.exit(f"error: {url} answered {error.code}: {error.read().decode(errors='replace')}")
+    except OSError as error:
+        sys.exit(f"error: {url} did not answer: {error}; its logs are in {STATE / 'logs'}")
 
 
 def stop() -> None:

@@ -16,6 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 BIN = ROOT / "target" / "release"
 MODEL = "smollm2"
 MAX_LENGTH_TOKENS = 1024
+# a proxy for the outside has no business with this machine's own addresses
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
 
 
 def free_port(given: set[int] = set()) -> int:  # noqa: B006, one set for the session is meant

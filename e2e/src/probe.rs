@@ -5,6 +5,7 @@ use std::time::Duration;
 /// An HTTP client that keeps no connection open between requests, so that probing leaves no trace in the counts.
 pub fn http() -> reqwest::Client {
     reqwest::Client::builder()
+        .no_proxy()
         .pool_max_idle_per_host(0)
         .timeout(Duration::from_mins(2))
         .build()
