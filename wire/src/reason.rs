@@ -119,7 +119,6 @@ impl Failure {
             source: self.source.into(),
             detail: self.detail.clone(),
             boot_id: self.boot_id.map(BootId::to_wire).unwrap_or_default(),
-            load: None,
         }
     }
 

@@ -5,16 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
-use prost::Message;
+use tandem_wire::Reason;
 use tandem_wire::proto::engine_server::Engine;
 use tandem_wire::proto::{
     DrainRequest, DrainResponse, EngineInfo, FlushRequest, FlushResponse, GenerateEvent, GenerateRequest,
     GetInfoRequest, Knobs, Load, SetKnobsRequest, WatchLoadRequest,
 };
-use tandem_wire::reason::FAILURE_KEY;
-use tandem_wire::{Failure, Reason};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status};
 
 use super::generate;
@@ -28,32 +25,13 @@ const LOAD_AT_LEAST: Duration = Duration::from_secs(1);
 
 pub(super) struct EngineService(pub(super) Arc<Shared>);
 
-impl Shared {
-    /// A refused call; with NO_CAPACITY it carries the load.
-    pub(super) fn refuse(&self, failure: &Failure) -> Status {
-        let mut status = failure.to_status();
-        let wire = self.failure_to_wire(failure);
-        let value = MetadataValue::from_bytes(&wire.encode_to_vec());
-        status.metadata_mut().insert_bin(FAILURE_KEY, value);
-        status
-    }
-
-    pub(super) fn failure_to_wire(&self, failure: &Failure) -> tandem_wire::proto::Failure {
-        let mut wire = failure.to_wire();
-        if failure.reason == Reason::NoCapacity {
-            wire.load = Some(self.scheduler.load_now().to_wire(self.boot_id));
-        }
-        wire
-    }
-}
-
 #[tonic::async_trait]
 impl Engine for EngineService {
     type GenerateStream = ReceiverStream<Result<GenerateEvent, Status>>;
     type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<Load, Status>> + Send>>;
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let events = generate::start(&self.0, request.into_inner()).map_err(|failure| self.0.refuse(&failure))?;
+        let events = generate::start(&self.0, request.into_inner()).map_err(|failure| failure.to_status())?;
         Ok(Response::new(events))
     }
 
@@ -80,14 +58,14 @@ impl Engine for EngineService {
     async fn set_knobs(&self, request: Request<SetKnobsRequest>) -> Result<Response<Knobs>, Status> {
         let shared = &self.0;
         let request = request.into_inner();
-        shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+        shared.check_boot(&request.boot_id).map_err(|f| f.to_status())?;
         let change = request.knobs.unwrap_or_default();
         let _one_at_a_time = shared.knobs.lock();
         let knobs = shared
             .all_knobs()
             .with(&change, shared.scheduler.spec())
             .and_then(|knobs| shared.scheduler.set_knobs(knobs.sched).map(|()| knobs))
-            .map_err(|range| shared.refuse(&shared.failure(Reason::Invalid, range.to_string())))?;
+            .map_err(|range| shared.failure(Reason::Invalid, range.to_string()).to_status())?;
         shared.timers.update(|timers| *timers = knobs.timers);
         tracing::info!(?knobs, "knobs changed");
         Ok(Response::new(knobs.to_wire()))
@@ -97,7 +75,7 @@ impl Engine for EngineService {
         let request = request.into_inner();
         let shared = Arc::clone(&self.0);
         if !request.boot_id.is_empty() {
-            shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+            shared.check_boot(&request.boot_id).map_err(|f| f.to_status())?;
         }
         let pause = match request.min_interval_ms {
             0 => LOAD_INTERVAL,
@@ -124,7 +102,7 @@ impl Engine for EngineService {
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
         let shared = &self.0;
         let request = request.into_inner();
-        shared.check_boot(&request.boot_id).map_err(|f| shared.refuse(&f))?;
+        shared.check_boot(&request.boot_id).map_err(|f| f.to_status())?;
         shared.set_draining(!request.resume);
         let remaining = if request.resume {
             shared.remaining()
@@ -139,7 +117,7 @@ impl Engine for EngineService {
         let shared = &self.0;
         shared
             .check_boot(&request.into_inner().boot_id)
-            .map_err(|f| shared.refuse(&f))?;
+            .map_err(|f| f.to_status())?;
         let freed_pages = shared.scheduler.cache().flush();
         Ok(Response::new(FlushResponse { freed_pages }))
     }

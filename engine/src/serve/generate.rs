@@ -65,7 +65,7 @@ pub(super) fn start(
             () = gone.closed() => tracing::debug!("the caller left"),
             () = shared.closing.cancelled() => {
                 let failure = shared.last_word();
-                let _ = fail(&shared, &events, &failure).await;
+                let _ = fail(&events, &failure).await;
             }
             _ = serve(&shared, asked, admitted, &events) => {}
         }
@@ -133,8 +133,8 @@ async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
     send(events, Event::Phase(proto::Phase { kind: kind.into() })).await
 }
 
-async fn fail(shared: &Shared, events: &Events, failure: &Failure) -> Result<(), Gone> {
-    send(events, Event::Failure(shared.failure_to_wire(failure))).await
+async fn fail(events: &Events, failure: &Failure) -> Result<(), Gone> {
+    send(events, Event::Failure(failure.to_wire())).await
 }
 
 /// Everything after admission.
@@ -175,7 +175,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
             tracing::info!(%key, request_id = asked.request_id, "prefilling here: {failure}");
             let admitted = match computable(shared, &asked, admitted) {
                 Ok(admitted) => admitted,
-                Err(refused) => return fail(shared, events, &refused).await,
+                Err(refused) => return fail(events, &refused).await,
             };
             usage.recomputed = true;
             shared.scheduler.metrics().recomputed();
@@ -186,7 +186,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
             // the caller may try again at once: what this attempt held is free before it knows
             drop(admitted);
             shared.scheduler.metrics().failure(failure.reason);
-            fail(shared, events, &failure).await
+            fail(events, &failure).await
         }
     }
 }
@@ -282,11 +282,11 @@ async fn generate(
             }
             Some(SeqEvent::Failed(failure)) => {
                 tracing::warn!(request_id = asked.request_id, "request failed: {failure}");
-                return fail(shared, events, &failure).await;
+                return fail(events, &failure).await;
             }
             None => {
                 let failure = shared.failure(Reason::Internal, "the sequence ended without a word");
-                return fail(shared, events, &failure).await;
+                return fail(events, &failure).await;
             }
         }
     }

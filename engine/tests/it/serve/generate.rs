@@ -248,7 +248,7 @@ async fn a_request_that_cannot_run_is_refused_with_the_field_or_the_lengths() {
 }
 
 #[tokio::test]
-async fn no_capacity_is_told_at_once_and_with_the_load() {
+async fn no_capacity_is_told_at_once_and_with_the_places() {
     let small = NodeConfig {
         knobs: SchedKnobs {
             max_running: 1,
@@ -266,19 +266,9 @@ async fn no_capacity_is_told_at_once_and_with_the_load() {
         .await
         .map(drop)
         .unwrap_err();
-    let value = status
-        .metadata()
-        .get_bin(tandem_wire::reason::FAILURE_KEY)
-        .unwrap()
-        .to_bytes()
-        .unwrap();
-    let failure: tandem_wire::proto::Failure = prost::Message::decode(value).unwrap();
-    assert_eq!(failure.reason(), Reason::NoCapacity);
-    let load = failure.load.unwrap();
-    assert_eq!(
-        (load.running, load.max_running, load.boot_id),
-        (1, 1, node.boot.to_wire())
-    );
+    let failure = tandem_wire::Failure::from_status(&status, Source::Router);
+    assert_eq!(failure.reason, Reason::NoCapacity, "{failure}");
+    assert!(failure.detail.contains("1 of 1 places"), "{failure}");
     drop(held);
     control.resume();
     until_idle(&node.scheduler).await;

@@ -265,7 +265,6 @@ impl Script {
             source: Source::Prefill.into(),
             detail: "planted".to_owned(),
             boot_id: Bytes::new(),
-            load: None,
         })
     }
 }
