@@ -212,6 +212,11 @@ impl<M: Machine, P: Clone> Cell<M, P> {
         drop(freed);
     }
 
+    /// When it last changed, or something within its state moved.
+    pub fn moved(&self) -> Instant {
+        self.inner.lock().moved
+    }
+
     /// It waits in prefill's run queue now.
     pub fn queued(&self) {
         let mut inner = self.inner.lock();

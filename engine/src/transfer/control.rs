@@ -14,6 +14,8 @@ use tonic::{Status, Streaming};
 
 use super::peers::lost;
 use super::source::{HandOff, Held, Shared};
+use super::timers::TimerValues;
+use super::wait::Overtime;
 use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream};
 
 /// Messages that wait to be sent.
@@ -48,6 +50,7 @@ struct Control {
     cached_tokens: u32,
     outcome: Option<Outcome>,
     leased: Instant,
+    overtime: Overtime<(PrefillState, Instant)>,
 }
 
 /// Serves one control stream.
@@ -161,6 +164,7 @@ impl Control {
             cached_tokens: 0,
             outcome: None,
             leased: begun,
+            overtime: Overtime::default(),
         };
         let events = shared.scheduler.prefill(PrefillParams {
             prompt: open.prompt_tokens.into(),
@@ -199,12 +203,10 @@ impl Control {
                 return;
             }
             let timers = self.shared.timers.get();
-            // a state without a timer here is the watchdog's; the request's own time is over everywhere
-            let own = match state {
-                PrefillState::Queued => self.begun.checked_add(timers.queue),
-                PrefillState::AwaitCommit => self.leased.checked_add(timers.lease),
-                _ => None,
-            };
+            let own = self
+                .wait(state, &timers)
+                .and_then(|(since, limit)| Some(self.overtime.deadline((state, since), since.checked_add(limit)?)));
+            // the request's own time is over everywhere
             let over = self.remaining.and_then(|r| self.begun.checked_add(r));
             let deadline = own.into_iter().chain(over).min();
             tokio::select! {
@@ -219,32 +221,56 @@ impl Control {
         }
     }
 
+    /// What is waited for in `state`: since when, and how long. A state without a timer here is the watchdog's.
+    fn wait(&self, state: PrefillState, timers: &TimerValues) -> Option<(Instant, Duration)> {
+        match state {
+            PrefillState::Queued => Some((self.begun, timers.queue)),
+            PrefillState::Streaming => Some((self.hand_off.cell.moved(), timers.stall)),
+            PrefillState::AwaitCommit => Some((self.leased, timers.lease)),
+            _ => None,
+        }
+    }
+
     fn fail(&self, reason: Reason, detail: String) {
         self.hand_off.cell.fail(Failure::new(reason, Source::Prefill, detail));
     }
 
-    fn on_timer(&self, state: PrefillState, over: Option<Instant>, timers: &super::TimerValues) {
-        if over.is_some_and(|t| t <= Instant::now()) {
+    fn on_timer(&mut self, state: PrefillState, over: Option<Instant>, timers: &TimerValues) {
+        let now = Instant::now();
+        if over.is_some_and(|t| t <= now) {
             self.fail(
                 Reason::Deadline,
                 format!("the request's time is over in state {state:?}"),
             );
-        } else if state == PrefillState::Queued {
-            let limit = timers.queue.as_millis();
-            self.fail(
+            return;
+        }
+        let Some((since, limit)) = self.wait(state, timers) else {
+            return;
+        };
+        // frames go out in another task, which moves the beginning of the wait meanwhile
+        if now.saturating_duration_since(since) < limit || !self.overtime.is_over((state, since)) {
+            return;
+        }
+        let limit = limit.as_millis();
+        match state {
+            PrefillState::Queued => self.fail(
                 Reason::NoCapacity,
                 format!("queue timer: the run queue did not move on for {limit} ms"),
-            );
-        } else {
-            let limit = timers.lease.as_millis();
-            let failure = Failure::new(
-                Reason::LeaseLost,
-                Source::Prefill,
-                format!(
-                    "lease timer: neither Renew nor Commit came for {limit} ms after the manifest; the pages are free"
-                ),
-            );
-            self.hand_off.cell.end_by(Event::LeaseOver, failure);
+            ),
+            PrefillState::Streaming => self.fail(
+                Reason::Stalled,
+                format!("stall timer: decode took no frame for {limit} ms; the pages are free"),
+            ),
+            _ => {
+                let failure = Failure::new(
+                    Reason::LeaseLost,
+                    Source::Prefill,
+                    format!(
+                        "lease timer: neither Renew nor Commit came for {limit} ms after the manifest; the pages are free"
+                    ),
+                );
+                self.hand_off.cell.end_by(Event::LeaseOver, failure);
+            }
         }
     }
 

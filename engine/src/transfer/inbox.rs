@@ -131,15 +131,15 @@ impl Inbox {
         self.digest.bytes()
     }
 
-    /// Does the manifest speak of `prompt`, and of exactly what came?
-    pub fn verify(&self, prompt: &[u32], manifest: &Manifest) -> Result<(), Failure> {
+    /// Does the manifest speak of `prompt`, and of exactly what came? Returns the token that it says follows.
+    pub fn verify(&self, prompt: &[u32], manifest: &Manifest) -> Result<u32, Failure> {
         if manifest.prompt_hash[..] != prompt_hash(prompt) {
             return Err(broken(
                 Reason::PromptMismatch,
                 "prefill's manifest speaks of another prompt".to_owned(),
             ));
         }
-        if manifest.first_tokens.len() != 1 {
+        let [first_token] = manifest.first_tokens[..] else {
             return Err(broken(
                 Reason::Incomplete,
                 format!(
@@ -147,7 +147,7 @@ impl Inbox {
                     manifest.first_tokens.len()
                 ),
             ));
-        }
+        };
         if (manifest.from_token, manifest.to_token) != (self.from, self.to) {
             return Err(broken(
                 Reason::Incomplete,
@@ -159,7 +159,7 @@ impl Inbox {
         }
         if manifest.finished {
             // no KV is needed any more, and none came
-            return Ok(());
+            return Ok(first_token);
         }
         if !self.is_complete() {
             return Err(broken(Reason::Incomplete, self.missing()));
@@ -185,7 +185,7 @@ impl Inbox {
                 ),
             ));
         }
-        Ok(())
+        Ok(first_token)
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | `pull` | decode: one attempt from dialling to commit |
+//! | `pull` | decode: what a hand-off needs and gives, and the attempts under way |
+//! | `attempt` | decode: one attempt, from dialling to commit |
 //! | `inbox` | decode: checks each frame before its first byte touches a page |
 //! | `wait` | decode: what an attempt waits for, by name, and what its expiry means |
 //! | `peers` | decode: connections, each bound to an incarnation |
@@ -16,6 +17,7 @@
 //! | `timers` | the timers, settable while transfers run |
 //! | `metrics` | `tandem_transfer_*` |
 
+mod attempt;
 mod body;
 mod cell;
 mod control;
@@ -31,6 +33,7 @@ mod wait;
 mod watchdog;
 
 pub use metrics::TransferMetrics;
+pub use peers::HTTP2_FRAME_BYTES;
 pub use pull::{Phase, PullRequest, Pulled, Puller, PullerConfig};
 pub use source::{ControlPort, DataPort, Source, SourceConfig};
 pub use timers::{KeepAlive, TimerValues, Timers};

@@ -1,4 +1,5 @@
-//! What one attempt waits for on decode's side: every wait has one owner, one name, one deadline.
+//! What one attempt waits for on decode's side: every wait has one owner, one name, one deadline. And what both sides grant a
+//! wait whose timer fires.
 
 use std::time::{Duration, Instant};
 
@@ -67,9 +68,64 @@ impl Wait {
     }
 }
 
+/// After a pause of the process (stopped, starved) timers fire before the sockets are read. What came meanwhile gets this long
+/// to arrive.
+const OVERTIME: Duration = Duration::from_millis(200);
+
+/// A wait whose timer fires is over only when nothing comes in the overtime either; it is granted once to each wait `K`.
+#[derive(Debug)]
+pub struct Overtime<K>(Option<(K, Instant)>);
+
+impl<K> Default for Overtime<K> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<K: PartialEq> Overtime<K> {
+    /// When `wait`, whose timer fires at `timer`, is to be looked at.
+    pub fn deadline(&self, wait: K, timer: Instant) -> Instant {
+        match &self.0 {
+            Some((granted, until)) if *granted == wait => timer.max(*until),
+            _ => timer,
+        }
+    }
+
+    /// The deadline of `wait` has come. False: it goes on, in overtime.
+    pub fn is_over(&mut self, wait: K) -> bool {
+        let now = Instant::now();
+        match &self.0 {
+            Some((granted, until)) if *granted == wait => *until <= now,
+            _ => {
+                self.0 = Some((wait, now + OVERTIME));
+                false
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn overtime_is_granted_once_to_each_wait() {
+        let (now, mut overtime) = (Instant::now(), Overtime::default());
+        assert_eq!(overtime.deadline(1, now), now);
+        assert!(!overtime.is_over(1));
+        let until = overtime.deadline(1, now);
+        assert!(until >= now + OVERTIME);
+        assert!(!overtime.is_over(1), "before its time");
+        assert_eq!(
+            overtime.deadline(1, until + OVERTIME),
+            until + OVERTIME,
+            "a longer timer counts"
+        );
+        assert_eq!(overtime.deadline(2, now), now, "another wait");
+        overtime.0 = Some((1, now));
+        assert!(overtime.is_over(1));
+        assert!(!overtime.is_over(2), "another wait");
+    }
 
     #[test]
     fn each_wait_expires_by_its_own_timer_and_names_it() {

@@ -426,6 +426,20 @@ async fn a_prefill_that_breaks_any_rule_gives_no_token() {
             Reason::Incomplete,
         ),
         (
+            "the first token is not in the vocabulary",
+            |s| s.manifest().first_tokens = vec![u32::MAX],
+            Reason::Internal,
+        ),
+        (
+            "a first token that ends the request is not in the vocabulary",
+            |s| {
+                s.manifest().finished = true;
+                s.manifest().finish_cause = proto::finished::Cause::Length.into();
+                s.manifest().first_tokens = vec![u32::MAX];
+            },
+            Reason::Internal,
+        ),
+        (
             "it is finished for no cause",
             |s| s.manifest().finished = true,
             Reason::Internal,

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tandem_engine::transfer::Phase;
 use tandem_wire::{Reason, Source};
+use tokio::runtime::Runtime;
 
 use super::pull::prompt;
 use super::relay::Rule;
@@ -204,11 +205,11 @@ async fn a_stuck_scheduler_is_ended_by_either_sides_watchdog_and_the_peer_is_tol
     }
 }
 
-/// Occupies the one worker of prefill's runtime until dropped.
-fn wedge(prefill: &Prefill) -> mpsc::Sender<()> {
+/// Occupies the one worker of a runtime until dropped.
+fn wedge(runtime: &Runtime) -> mpsc::Sender<()> {
     let (release, held) = mpsc::channel();
     let (begun, wedged) = mpsc::channel();
-    prefill.runtime().spawn(async move {
+    runtime.spawn(async move {
         begun.send(()).unwrap();
         let _ = held.recv();
     });
@@ -224,7 +225,7 @@ async fn the_watchdog_frees_pages_while_the_runtime_stands_still() {
     rig.data.to_client(Rule::FreezeAfter(20_000));
     let request = rig.begin(&ask(1));
     eventually("the manifest is out", || rig.prefill.inflight("await_commit") == 1).await;
-    let release = wedge(&rig.prefill);
+    let release = wedge(rig.prefill.runtime());
     assert!(rig.prefill.scheduler.cache().stats().held > 0);
     eventually("pages are free, without runtime and scheduler", || {
         rig.prefill.scheduler.cache().stats().held == 0 && rig.prefill.source.live() == 0
@@ -249,7 +250,7 @@ async fn the_watchdog_ends_a_computation_while_the_runtime_stands_still() {
     rig.prefill.fake.pause();
     let mut request = rig.begin(&ask(1));
     request.reached(Phase::Prefill).await;
-    let release = wedge(&rig.prefill);
+    let release = wedge(rig.prefill.runtime());
     eventually("the watchdog has ended it", || rig.prefill.source.live() == 0).await;
     rig.prefill.fake.resume();
     eventually("the scheduler has let go of it", || {
@@ -259,5 +260,51 @@ async fn the_watchdog_ends_a_computation_while_the_runtime_stands_still() {
     drop(release);
     let (failure, _) = request.failure().await;
     assert_eq!(failure.reason, Reason::Deadline, "{failure}");
+    rig.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_that_was_paused_takes_what_came_meanwhile() {
+    let setup = Setup::default();
+    let decode = setup.clone().timers(|t| t.stall = SHORT * 4);
+    let rig = Relayed::start_with(&setup, &decode).await;
+    rig.data.to_client(Rule::FreezeAfter(20_000));
+    let decoding = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let ask = ask(1);
+    let request = {
+        let _on = decoding.enter();
+        rig.begin(&ask)
+    };
+    eventually("the manifest is out", || rig.prefill.inflight("await_commit") == 1).await;
+    let release = wedge(&decoding);
+    rig.data.to_client(Rule::Pass);
+    // as long as its timer, and more
+    tokio::time::sleep(SHORT * 6).await;
+    drop(release);
+    let (answer, _) = request.end().await;
+    assert_eq!(answer.unwrap().tokens, solo(&setup.fake, &ask.prompt, 8, GREEDY));
+    rig.idle().await;
+    decoding.shutdown_background();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_that_was_paused_hears_the_renewals_that_came_meanwhile() {
+    let setup = Setup::default();
+    let prefill = setup.clone().timers(|t| t.lease = SHORT * 2);
+    let rig = Relayed::start_with(&prefill, &setup).await;
+    rig.data.to_client(Rule::FreezeAfter(20_000));
+    let ask = ask(1);
+    let request = rig.begin(&ask);
+    eventually("the manifest is out", || rig.prefill.inflight("await_commit") == 1).await;
+    let release = wedge(rig.prefill.runtime());
+    tokio::time::sleep(SHORT * 5).await;
+    drop(release);
+    rig.data.to_client(Rule::Pass);
+    let (answer, _) = request.end().await;
+    assert_eq!(answer.unwrap().tokens, solo(&setup.fake, &ask.prompt, 8, GREEDY));
     rig.idle().await;
 }
