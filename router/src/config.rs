@@ -64,10 +64,10 @@ pub struct Config {
     /// How long a request may take in all.
     #[arg(long, default_value_t = 1_800_000)]
     pub request_ms: u64,
-    /// HTTP/2 ping to each engine this often, also while idle.
+    /// HTTP/2 ping to each engine after this silence, also while idle.
     #[arg(long, default_value_t = 5_000)]
     pub keepalive_interval_ms: u64,
-    /// A connection whose ping stays unanswered this long is dead.
+    /// Silence in all after which a connection is dead; longer than the interval.
     #[arg(long, default_value_t = 15_000)]
     pub keepalive_timeout_ms: u64,
     /// A stream that has nothing to say says so this often, from acceptance on.
@@ -131,6 +131,12 @@ impl Config {
         if let Some((flag, _)) = nonzero.iter().find(|(_, value)| *value == 0) {
             return Err(format!("{flag} is 0: give at least 1"));
         }
+        let (timeout, interval) = (self.keepalive_timeout_ms, self.keepalive_interval_ms);
+        if timeout <= interval {
+            return Err(format!(
+                "--keepalive-timeout-ms is {timeout}: give more than --keepalive-interval-ms, which is {interval}"
+            ));
+        }
         if self.model_name.is_empty() {
             return Err("--model-name is empty: give the name that clients ask for".into());
         }
@@ -190,9 +196,10 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_refused_by_its_name() {
-        let cases: [(&[&str], &str); 6] = [
+        let cases: [(&[&str], &str); 7] = [
             (&["--queue-ms", "0"], "--queue-ms"),
             (&["--sse-comment-ms", "0"], "--sse-comment-ms"),
+            (&["--keepalive-timeout-ms", "5000"], "--keepalive-timeout-ms"),
             (&["--prefill", "nowhere"], "--prefill \"nowhere\""),
             (&["--prefill", ":80"], "--prefill \":80\""),
             (&["--decode", "127.0.0.1:7"], "--decode 127.0.0.1:7 is given twice"),

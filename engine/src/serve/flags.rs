@@ -97,10 +97,10 @@ pub struct Flags {
     /// Finished KV is held this long without a renewal
     #[arg(long, value_name = "MS", default_value_t = 30_000, value_parser = millis())]
     pub lease_ms: u64,
-    /// Time between HTTP/2 pings
+    /// HTTP/2 ping to each peer after this silence
     #[arg(long, value_name = "MS", default_value_t = 5_000, value_parser = millis())]
     pub keepalive_interval_ms: u64,
-    /// A ping unanswered this long: the peer is lost
+    /// Silence in all after which the peer is lost; longer than the interval
     #[arg(long, value_name = "MS", default_value_t = 15_000, value_parser = millis())]
     pub keepalive_timeout_ms: u64,
     /// After SIGTERM: the longest wait for requests to end
@@ -137,6 +137,17 @@ const STEP_TOKENS_ROOM: u32 = 512;
 const SEQUENCES_ROOM: u32 = 32;
 
 impl Flags {
+    /// Refuses what single flags cannot tell, by the flag's name.
+    pub fn check(&self) -> Result<(), String> {
+        let (timeout, interval) = (self.keepalive_timeout_ms, self.keepalive_interval_ms);
+        if timeout <= interval {
+            return Err(format!(
+                "--keepalive-timeout-ms is {timeout}: give more than --keepalive-interval-ms, which is {interval}"
+            ));
+        }
+        Ok(())
+    }
+
     /// What the scheduler starts with.
     pub fn knobs(&self) -> SchedKnobs {
         SchedKnobs {
@@ -210,6 +221,15 @@ mod tests {
     }
 
     #[test]
+    fn a_silence_that_ends_before_its_ping_is_refused() {
+        assert_eq!(parse(&[]).unwrap().check(), Ok(()));
+        for timeout in ["--keepalive-timeout-ms=5000", "--keepalive-timeout-ms=1"] {
+            let error = parse(&[timeout]).unwrap().check().unwrap_err();
+            assert!(error.contains("--keepalive-timeout-ms"), "{error}");
+        }
+    }
+
+    #[test]
     fn buffers_grow_with_the_knobs_that_need_them() {
         let flags = parse(&[
             "--chunked-prefill-tokens",
@@ -227,12 +247,27 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_values_allowed_are_loaded_with() {
+        let flags = parse(&[
+            "--chunked-prefill-tokens=65536",
+            "--max-running=4096",
+            "--page-tokens=1024",
+        ])
+        .unwrap();
+        assert_eq!(flags.knobs().step_tokens, 65_536);
+        let options = flags.load_options();
+        assert_eq!((options.max_step_tokens, options.max_step_seqs), (65_536, 4_096));
+        assert_eq!(parse(&["--step-tokens=65536"]).unwrap().knobs().step_tokens, 65_536);
+    }
+
+    #[test]
     fn a_value_out_of_range_is_refused_and_its_flag_named() {
         for (flag, value) in [
             ("--role", "both"),
             ("--backend", "cuda"),
             ("--page-tokens", "12"),
             ("--page-tokens", "0"),
+            ("--page-tokens", "1032"),
             ("--threads", "0"),
             ("--kv-pages", "0"),
             ("--kv-memory-mib", "0"),
@@ -240,6 +275,7 @@ mod tests {
             ("--chunked-prefill-tokens", "0"),
             ("--max-running", "0"),
             ("--step-tokens", "1"),
+            ("--step-tokens", "65537"),
             ("--prefill-queue", "0"),
             ("--queue-ms", "0"),
             ("--stall-ms", "0"),

@@ -15,7 +15,7 @@ use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tower::Service;
 
-use crate::transfer::KeepAlive;
+use crate::transfer::{HTTP2_FRAME_BYTES, KeepAlive};
 
 /// Connections that the kernel holds until they are accepted.
 const BACKLOG: i32 = 1024;
@@ -23,8 +23,6 @@ const BACKLOG: i32 = 1024;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What the kernel and hyper each hold of a data connection that its reader has not taken yet.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
-/// One frame of KV with its header; the protocol's default of 16 KiB costs a third of the speed.
-const HTTP2_FRAME_BYTES: u32 = (256 << 10) + 1024;
 /// Streams of one data connection: lanes and ranks of the hand-offs between two engines.
 const DATA_STREAMS: u32 = 1024;
 
@@ -134,7 +132,7 @@ pub(super) async fn serve_data<S>(
         .http2()
         .timer(TokioTimer::new())
         .keep_alive_interval(keep_alive.interval)
-        .keep_alive_timeout(keep_alive.timeout)
+        .keep_alive_timeout(keep_alive.ping_timeout())
         .adaptive_window(false)
         .max_frame_size(HTTP2_FRAME_BYTES)
         .max_send_buf_size(SEND_BUFFER_BYTES)

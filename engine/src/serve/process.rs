@@ -21,8 +21,12 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 /// Threads for gRPC. The model's own threads compute; these only move small messages and copy KV.
 const SERVING_THREADS: usize = 2;
 
-/// Runs an engine: 0 after a clean end, 1 after an error (told on stderr), 2 for a wrong command line (told by the parser).
+/// Runs an engine: 0 after a clean end, 1 after an error (told on stderr), 2 for a wrong command line.
 pub fn run(flags: Flags) -> ExitCode {
+    if let Err(why) = flags.check() {
+        let _ = writeln!(std::io::stderr(), "tandem-engine: {why}");
+        return ExitCode::from(2);
+    }
     let outcome = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(SERVING_THREADS)
         .enable_all()

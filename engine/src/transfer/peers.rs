@@ -14,7 +14,8 @@ use super::timers::KeepAlive;
 pub const STREAM_WINDOW_BYTES: u32 = 4 << 20;
 /// Receive window of a whole data connection: a few streams at full speed.
 pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
-/// Largest HTTP/2 frame on a data connection: one KV frame with its header. The protocol's own default is 16 KiB.
+/// Largest HTTP/2 frame on a data connection, either end: one KV frame with its header. The protocol's own default of 16 KiB
+/// costs a third of the speed.
 pub const HTTP2_FRAME_BYTES: u32 = (256 << 10) + 1024;
 /// Connections kept at once; the one used longest ago gives way.
 const MAX_CONNECTIONS: usize = 1024;
@@ -105,7 +106,7 @@ impl Peers {
             .connect_timeout(self.keep_alive.timeout.max(Duration::from_millis(1)))
             .tcp_nodelay(true)
             .http2_keep_alive_interval(self.keep_alive.interval)
-            .keep_alive_timeout(self.keep_alive.timeout)
+            .keep_alive_timeout(self.keep_alive.ping_timeout())
             .keep_alive_while_idle(true)
             .http2_adaptive_window(false);
         if lane == Lane::Data {

@@ -14,7 +14,7 @@ pub struct TimerValues {
     pub rendezvous: Duration,
     /// Prefilling without (chunk, layer) moving.
     pub progress: Duration,
-    /// Frames are due and no byte was accepted.
+    /// Frames are due and none moved: decode accepted none, prefill's reader took none.
     pub stall: Duration,
     /// Any state that is neither terminal nor queued, without a transition or progress.
     pub watchdog: Duration,
@@ -75,9 +75,9 @@ impl Timers {
 /// How connections between engines are kept honest: HTTP/2 pings also while nothing else travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeepAlive {
-    /// Time between pings.
+    /// Silence after which a ping is sent.
     pub interval: Duration,
-    /// The peer is lost when a ping stays unanswered this long.
+    /// Silence in all after which the peer is lost; longer than `interval`.
     pub timeout: Duration,
 }
 
@@ -91,12 +91,17 @@ impl Default for KeepAlive {
 }
 
 impl KeepAlive {
+    /// How long a ping may stay unanswered. It is sent after `interval` of silence, and `timeout` counts from there too.
+    pub fn ping_timeout(self) -> Duration {
+        self.timeout.saturating_sub(self.interval)
+    }
+
     /// A server that pings its clients the same way, so that a decode behind a dead link does not keep prefill's pages.
     pub fn server(self) -> tonic::transport::Server {
         tonic::transport::Server::builder()
             .tcp_nodelay(true)
             .http2_keepalive_interval(Some(self.interval))
-            .http2_keepalive_timeout(Some(self.timeout))
+            .http2_keepalive_timeout(Some(self.ping_timeout()))
             .http2_adaptive_window(Some(false))
     }
 }

@@ -1,6 +1,7 @@
 //! Keeps one connection to one engine: dials, asks who it is, watches its load, and dials again when it is gone.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -19,6 +20,8 @@ use crate::metrics::EngineGauges;
 const DIAL: Duration = Duration::from_secs(2);
 /// GetInfo answers from memory; an engine under full load may take its time.
 const ASK: Duration = Duration::from_secs(5);
+/// An engine reports its load at least once a second; one that is silent for so long is asked again who it is.
+const SILENCE: Duration = Duration::from_secs(5);
 /// Between two probes in vain: doubled up to the second, cut short by a request that waits.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -72,6 +75,8 @@ struct Shared {
     endpoint: String,
     keep: Keep,
     link: Mutex<Link>,
+    /// The longest sequence that it can hold, by its last word; 0: unknown.
+    longest: AtomicU32,
     wake: Notify,
     gauges: EngineGauges,
     changed: Arc<Changed>,
@@ -88,6 +93,7 @@ impl Worker {
                 reason: format!("{endpoint} was not reached yet"),
                 probed: None,
             }),
+            longest: AtomicU32::new(0),
             wake: Notify::new(),
             gauges,
             changed,
@@ -105,6 +111,11 @@ impl Worker {
             Link::Up(session) if session.open() => Some(Arc::clone(session)),
             _ => None,
         }
+    }
+
+    /// The longest sequence that the engine can hold, by its last word; none: it was never reached.
+    pub fn longest(&self) -> Option<u32> {
+        Some(self.shared.longest.load(Ordering::Relaxed)).filter(|longest| *longest > 0)
     }
 
     /// Dials at once if it waits to dial again.
@@ -149,6 +160,7 @@ impl Shared {
                         max_length_tokens = session.max_length_tokens(),
                         "engine is up"
                     );
+                    self.longest.store(session.max_length_tokens(), Ordering::Relaxed);
                     self.set(Link::Up(Arc::clone(&session)));
                     self.gauges.up.set(1);
                     let reason = self.watch(&session, loads).await;
@@ -195,16 +207,16 @@ impl Shared {
         };
         let endpoint = Endpoint::from_shared(format!("http://{}", self.endpoint))
             .map_err(|error| failed("is no address", &error))?
-            .connect_timeout(DIAL)
             .tcp_nodelay(true)
             .http2_keep_alive_interval(self.keep.interval)
-            .keep_alive_timeout(self.keep.timeout)
+            .keep_alive_timeout(self.keep.timeout.saturating_sub(self.keep.interval))
             .keep_alive_while_idle(true)
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW);
-        let channel = endpoint
-            .connect()
+        // the endpoint's own limit holds for the TCP connection alone, not for the name nor for HTTP/2
+        let channel = tokio::time::timeout(DIAL, endpoint.connect())
             .await
+            .map_err(|_| format!("{} cannot be reached within {} s", self.endpoint, DIAL.as_secs()))?
             .map_err(|error| failed("cannot be reached", &error))?;
         let mut client = EngineClient::new(channel);
         let info = tokio::time::timeout(ASK, client.get_info(GetInfoRequest {}))
@@ -242,8 +254,8 @@ impl Shared {
     async fn watch(&self, session: &Session, mut loads: Streaming<Load>) -> String {
         loop {
             tokio::select! {
-                load = loads.message() => match load {
-                    Ok(Some(load)) => {
+                load = tokio::time::timeout(SILENCE, loads.message()) => match load {
+                    Ok(Ok(Some(load))) => {
                         let drained = load.draining != session.draining();
                         session.report(load);
                         if drained {
@@ -252,8 +264,9 @@ impl Shared {
                             self.changed.room.notify_one();
                         }
                     }
-                    Ok(None) => return format!("{} closed its load stream", self.endpoint),
-                    Err(status) => return format!("{} was lost: {}", self.endpoint, status.message()),
+                    Ok(Ok(None)) => return format!("{} closed its load stream", self.endpoint),
+                    Err(_) => return format!("{} reported no load for {} s", self.endpoint, SILENCE.as_secs()),
+                    Ok(Err(status)) => return format!("{} was lost: {}", self.endpoint, status.message()),
                 },
                 () = session.doubted() => return format!("{} failed a request, asking it again", self.endpoint),
             }

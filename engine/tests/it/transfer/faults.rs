@@ -192,6 +192,31 @@ async fn silence_everywhere_ends_by_keep_alive_on_both_sides() {
 }
 
 #[tokio::test]
+async fn the_keep_alives_timeout_is_the_silence_in_all() {
+    let keep_alive = KeepAlive {
+        interval: SHORT * 5,
+        timeout: SHORT * 6,
+    };
+    let setup = Setup {
+        keep_alive,
+        ..Setup::default()
+    };
+    let rig = Relayed::start(&setup).await;
+    rig.data.to_client(Rule::FreezeAfter(SOME_BYTES));
+    let request = rig.begin(&long_ask(1));
+    eventually("some bytes passed", || rig.data.rule_to_client() == Rule::Freeze).await;
+    rig.control.both(Rule::Freeze);
+    rig.data.both(Rule::Freeze);
+    let frozen = std::time::Instant::now();
+    let (failure, _) = request.failure().await;
+    assert_eq!(failure.reason, Reason::PeerLost, "{failure}");
+    // not an interval and a timeout
+    let silence = frozen.elapsed();
+    assert!(silence < keep_alive.timeout + keep_alive.interval / 2, "{silence:?}");
+    rig.idle().await;
+}
+
+#[tokio::test]
 async fn a_link_that_died_while_idle_does_not_cost_the_next_request() {
     let setup = Setup {
         keep_alive: KeepAlive {

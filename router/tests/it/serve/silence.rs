@@ -68,7 +68,7 @@ async fn pass(
     }
 }
 
-const KEEP: [&str; 2] = ["--keepalive-interval-ms=100", "--keepalive-timeout-ms=200"];
+const KEEP: [&str; 2] = ["--keepalive-interval-ms=100", "--keepalive-timeout-ms=300"];
 
 async fn behind(relay: &Relay) -> Stack {
     let endpoint = format!("--decode={}", relay.addr);
