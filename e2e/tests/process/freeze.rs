@@ -94,7 +94,15 @@ async fn a_transfer_without_bytes_is_stalled_before_the_keepalive_speaks() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_decode_frozen_in_a_transfer_is_lost_to_prefill_and_router_and_serves_again() {
-    let (pair, relay) = Pair::start_behind_relay(&["--no-prefix-cache"]).await;
+    // The other timers that would free prefill's pages are out of reach, so that it has to be the keep-alive.
+    let flags = [
+        "--no-prefix-cache",
+        "--stall-ms=30000",
+        "--lease-ms=60000",
+        "--watchdog-ms=90000",
+        "--drain-ms=100000",
+    ];
+    let (pair, relay) = Pair::start_behind_relay(&flags).await;
     let router = Router::start(&[&pair.prefill], &[&pair.decode], &["--queue-ms=5000"]).await;
     let prompt = salted_text(25, 600);
     relay.stop_after(2_000_000);
@@ -109,6 +117,13 @@ async fn a_decode_frozen_in_a_transfer_is_lost_to_prefill_and_router_and_serves_
             pair.decode.process.signal(libc::SIGSTOP);
             // Prefill gives up what it holds for the frozen decode while that is still frozen.
             pair.prefill.idle(ENDS_WITHIN).await;
+            // tonic shows a server a lost connection and a closed stream as the same end.
+            let metrics = pair.prefill.metrics().await;
+            let of = |code: &str| metrics.sum("tandem_transfer_failures_total", &[&format!("reason=\"{code}\"")]);
+            assert!(
+                of("peer_lost") + of("aborted_by_peer") > 0.5,
+                "prefill let its pages go for another reason"
+            );
         }
     );
     println!(
