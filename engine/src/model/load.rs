@@ -18,6 +18,9 @@ use crate::backend::cpu::{Cpu, Isa};
 use crate::backend::{Backend, BackendError, Context, KvShape, Row, WeightId};
 use crate::exec::{Executor, ModelSpec};
 
+/// A KV cache that holds fewer tokens, and fewer than the model takes, is a mistake unless the length is asked for.
+const LEAST_TOKENS: usize = 512;
+
 /// How much KV cache to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvBudget {
@@ -25,6 +28,16 @@ pub enum KvBudget {
     Pages(u32),
     /// As many pages as fit into so many MiB.
     Mib(u64),
+}
+
+impl KvBudget {
+    /// As on the command line.
+    fn flag(self) -> (&'static str, String) {
+        match self {
+            Self::Pages(n) => ("--kv-pages", n.to_string()),
+            Self::Mib(n) => ("--kv-memory-mib", n.to_string()),
+        }
+    }
 }
 
 /// What to load and how large to set it up.
@@ -177,10 +190,7 @@ impl Sizes {
         };
         // slots are 32 bits
         if pages == 0 || pages > u64::from(u32::MAX / o.page_tokens) {
-            let (option, value) = match o.kv {
-                KvBudget::Pages(n) => ("--kv-pages", n.to_string()),
-                KvBudget::Mib(n) => ("--kv-memory-mib", n.to_string()),
-            };
+            let (option, value) = o.kv.flag();
             let why = format!(
                 "makes {pages} pages of {page_bytes} bytes; at least one and fewer than 2^32 tokens are needed"
             );
@@ -188,11 +198,34 @@ impl Sizes {
         }
         let pool_tokens = pages as usize * o.page_tokens as usize;
         let max_length = match o.max_length_tokens.map(|n| n as usize) {
-            None => c.max_position_embeddings.min(pool_tokens),
+            None if pool_tokens < c.max_position_embeddings.min(LEAST_TOKENS) => {
+                let (option, value) = o.kv.flag();
+                let why = format!(
+                    "holds {pool_tokens} tokens, the model takes {}; raise {option}, or ask for sequences this short with \
+                     --max-length-tokens {pool_tokens}",
+                    c.max_position_embeddings
+                );
+                return refuse(option, value, &why);
+            }
+            None => {
+                if pool_tokens < c.max_position_embeddings {
+                    let (option, value) = o.kv.flag();
+                    tracing::warn!(
+                        pool_tokens,
+                        model_tokens = c.max_position_embeddings,
+                        "longer sequences than the KV cache holds will be refused: {option} {value} holds {pool_tokens} \
+                         tokens, the model takes {}; raise {option}, or set --max-length-tokens",
+                        c.max_position_embeddings
+                    );
+                }
+                c.max_position_embeddings.min(pool_tokens)
+            }
             Some(n) if (2..=c.max_position_embeddings.min(pool_tokens)).contains(&n) => n,
             Some(n) => {
+                let (option, value) = o.kv.flag();
                 let why = format!(
-                    "the model takes 2 to {} tokens, the KV cache holds {pool_tokens}",
+                    "the model takes 2 to {} tokens, the KV cache of {option} {value} holds {pool_tokens}; lower \
+                     --max-length-tokens or raise {option}",
                     c.max_position_embeddings
                 );
                 return refuse("--max-length-tokens", n.to_string(), &why);

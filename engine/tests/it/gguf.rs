@@ -31,6 +31,7 @@ fn options(path: &Path) -> LoadOptions {
     LoadOptions {
         threads: 1,
         kv: KvBudget::Pages(4),
+        max_length_tokens: Some(64),
         max_step_tokens: 8,
         max_step_seqs: 2,
         ..LoadOptions::new(path)
@@ -65,7 +66,6 @@ fn a_whole_file_is_read() {
     let spec = model.spec();
     assert_eq!((spec.name.as_str(), spec.vocab_size, spec.total_pages), ("tiny", 9, 4));
     assert_eq!(spec.end_tokens, [2]);
-    // the model's 512, cut to what 4 pages of 16 tokens hold
     assert_eq!(spec.max_length_tokens, 64);
     // sha256 of the very bytes
     assert_eq!(
@@ -367,7 +367,20 @@ fn options_that_do_not_fit_are_refused_by_flag() {
         max_length_tokens: Some(65),
         ..base.clone()
     });
-    assert!(e.contains("holds 64"), "{e}");
+    assert!(
+        e.contains("--max-length-tokens 65") && e.contains("--kv-pages 4 holds 64") && e.contains("raise --kv-pages"),
+        "{e}"
+    );
+    // 31 pages of 16 tokens, where the model takes 512
+    let e = refused(LoadOptions {
+        kv: KvBudget::Pages(31),
+        max_length_tokens: None,
+        ..base.clone()
+    });
+    assert!(
+        e.contains("--kv-pages 31") && e.contains("holds 496 tokens") && e.contains("--max-length-tokens 496"),
+        "{e}"
+    );
     // more than any machine has
     let e = refused(LoadOptions {
         kv: KvBudget::Mib(1 << 34),
