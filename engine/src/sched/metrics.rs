@@ -40,6 +40,7 @@ pub struct SchedMetrics {
     transferring: Gauge,
     waiting_tokens: Gauge,
     pages: Family<StateLabel, Gauge>,
+    pub(super) passes: Counter,
     pub(super) steps: Counter,
     pub(super) step_seconds: Histogram,
     pub(super) step_errors: Counter,
@@ -61,6 +62,7 @@ impl Default for SchedMetrics {
             transferring: Gauge::default(),
             waiting_tokens: Gauge::default(),
             pages: Family::default(),
+            passes: Counter::default(),
             steps: Counter::default(),
             // 1 ms to 32 s
             step_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 16)),
@@ -107,6 +109,11 @@ impl SchedMetrics {
             self.waiting_tokens.clone(),
         );
         registry.register("pages", "KV pages by state", self.pages.clone());
+        registry.register(
+            "scheduler_passes",
+            "Looks of the scheduler at its work, those that found a step included",
+            self.passes.clone(),
+        );
         registry.register("steps", "Steps computed", self.steps.clone());
         registry.register("step_seconds", "Duration of a step", self.step_seconds.clone());
         registry.register("step_errors", "Steps that failed", self.step_errors.clone());
@@ -145,6 +152,11 @@ impl SchedMetrics {
 
     pub(super) fn request(&self, kind: &'static str) {
         self.requests.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    /// Looks of the loop at its work so far: far more of them than steps is a loop that spins.
+    pub fn passes(&self) -> u64 {
+        self.passes.get()
     }
 
     /// Counts a request that ended well without the loop: its first token came from a prefill and ended it.

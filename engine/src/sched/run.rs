@@ -40,7 +40,6 @@ pub(super) fn run(shared: &Arc<Shared>, executor: Box<dyn Executor>) {
         }
     };
     shared.idle();
-    shared.die(&why);
     let (arrivals, prefills) = {
         let mut inbox = shared.inbox.lock();
         inbox.closed = true;
@@ -54,6 +53,8 @@ pub(super) fn run(shared: &Arc<Shared>, executor: Box<dyn Executor>) {
         waiting.mailbox.fail(shared.failure(reason, why.clone()));
     }
     shared.running_prompt_tokens.store(0, Ordering::Release);
+    // after all were told why: a reader that hears of the death first would make up a reason of its own
+    shared.die(&why);
     shared.publish_load();
 }
 
@@ -77,6 +78,7 @@ enum Outcome {
 impl Run {
     fn run(&mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
+            self.shared.metrics.passes.inc();
             let waiting_until = self.take_in();
             self.throw_out();
             let parts = self.plan();
@@ -155,7 +157,6 @@ impl Run {
     fn start_prefill(&mut self, waiting: Waiting, admitted: Admitted) {
         self.shared.left_queue(&waiting);
         let cached = admitted.pages.cached_tokens();
-        waiting.mailbox.update(|pending| pending.started(cached));
         self.shared.metrics.cached_tokens.inc_by(cached.into());
         let params = waiting.params;
         self.running.push(Seq {
@@ -187,10 +188,18 @@ impl Run {
     fn throw_out(&mut self) {
         let now = Instant::now();
         let source = self.shared.role.source();
-        for seq in self.running.extract_if(.., |seq| seq.is_aborted() || seq.is_late(now)) {
+        let limit = Duration::from_millis(self.shared.knobs().queue_ms);
+        let over = |seq: &mut Seq| seq.is_aborted() || seq.is_late(now) || seq.gives_up(limit, now);
+        for seq in self.running.extract_if(.., over) {
             if seq.is_aborted() {
                 self.shared.metrics.aborted.inc();
                 seq.fail(Failure::new(Reason::AbortedByPeer, source, "its owner left"));
+            } else if !seq.is_late(now) {
+                let detail = format!(
+                    "no step had room for this prefill within queue_ms ({} ms); try again later or elsewhere",
+                    limit.as_millis()
+                );
+                seq.fail(self.shared.failure(Reason::NoCapacity, detail));
             } else {
                 let failure = seq.deadline_failure(source);
                 self.shared.metrics.failure(failure.reason);
@@ -229,7 +238,7 @@ impl Run {
         self.step += 1;
         let now = Instant::now();
         for part in parts {
-            self.running[part.seq].started.get_or_insert(now);
+            self.running[part.seq].start(now);
         }
         let result = self.execute(parts);
         self.shared.idle();

@@ -1,9 +1,9 @@
 //! The handle: admission at once or not at all, and the two ways to use the loop.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tandem_wire::{Failure, Reason};
@@ -15,7 +15,7 @@ use super::load::{Health, LoadSnapshot};
 use super::metrics::SchedMetrics;
 use super::run;
 use super::seq::{Kind, Seq, Stops};
-use super::shared::{Admitted, Shared, TransferGuard, Waiting};
+use super::shared::{Admitted, Shared, Waiting};
 use super::stream::{Mailbox, Pending, PendingPrefill, PrefillStream, Reader, SeqStream};
 use crate::exec::{Executor, KvStore, ModelSpec, SampleParams};
 use crate::kv::KvCache;
@@ -83,16 +83,40 @@ pub struct PrefillParams {
 #[derive(Debug)]
 struct Owner {
     shared: Arc<Shared>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<Running>>,
 }
+
+#[derive(Debug)]
+struct Running {
+    thread: JoinHandle<()>,
+    /// Closed once the thread has ended.
+    ended: mpsc::Receiver<()>,
+}
+
+/// A loop that is told to end gets this long for the step that runs.
+const LAST_STEP: Duration = Duration::from_secs(5);
 
 impl Drop for Owner {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake();
-        // at most one step away
-        if let Some(thread) = self.thread.lock().take() {
-            let _ = thread.join();
+        let Some(Running { thread, ended }) = self.thread.lock().take() else {
+            return;
+        };
+        // A step that hangs must hold neither its owner nor the process: its thread is left to itself then, and ends with
+        // the process.
+        if matches!(*self.shared.health.borrow(), Health::Dead(_)) {
+            return;
+        }
+        match ended.recv_timeout(LAST_STEP) {
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                tracing::warn!(
+                    waited_ms = LAST_STEP.as_millis(),
+                    "a step does not end, it is left to itself"
+                );
+            }
+            // a panic of the loop was caught and told by itself
+            Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => drop(thread.join()),
         }
     }
 }
@@ -115,9 +139,13 @@ impl Scheduler {
                 shared.publish_load();
             }
         });
+        let (running, ended) = mpsc::channel();
         let thread = std::thread::Builder::new().name("scheduler".into()).spawn({
             let shared = Arc::clone(&shared);
-            move || run::run(&shared, executor)
+            move || {
+                run::run(&shared, executor);
+                drop(running);
+            }
         })?;
         let _ = shared.thread.set(thread.thread().clone());
         shared.wake();
@@ -125,7 +153,7 @@ impl Scheduler {
         Ok(Self {
             owner: Arc::new(Owner {
                 shared,
-                thread: Mutex::new(Some(thread)),
+                thread: Mutex::new(Some(Running { thread, ended })),
             }),
         })
     }
@@ -226,11 +254,6 @@ impl Scheduler {
         shared.places.load(Ordering::Acquire)
             + shared.waiting.load(Ordering::Acquire)
             + shared.handing_out.load(Ordering::Acquire)
-    }
-
-    /// Counts a hand-off of finished KV in the load until dropped.
-    pub fn transferring(&self) -> TransferGuard {
-        TransferGuard::new(self.shared())
     }
 
     /// A place and pages for the prompt and all growth, at once or not at all.

@@ -114,6 +114,24 @@ impl Seq {
         }
     }
 
+    /// It has tokens of a step. A prefill is told so only now: the timers that watch its progress run from here.
+    pub(super) fn start(&mut self, now: Instant) {
+        if self.started.is_none() {
+            self.started = Some(now);
+            if let Kind::Prefill { mailbox, .. } = &self.kind {
+                let cached = self.admitted.pages.cached_tokens();
+                mailbox.update(|pending| pending.started(cached));
+            }
+        }
+    }
+
+    /// A prefill that has a place, but had no tokens of a step within `limit`.
+    pub(super) fn gives_up(&self, limit: Duration, now: Instant) -> bool {
+        matches!(self.kind, Kind::Prefill { .. })
+            && self.started.is_none()
+            && now.saturating_duration_since(self.submitted) >= limit
+    }
+
     /// `tokens` more have their KV.
     pub(super) fn advance(&mut self, tokens: u32, step: u64) {
         self.prompt_computed += tokens.min(self.prompt_left());
@@ -151,7 +169,8 @@ impl Seq {
         }
     }
 
-    /// The good end. The pages of a prefill go to its reader; everything else is freed before the reader is told.
+    /// The good end. The pages of a prefill go to its reader, who is counted from before its place is free;
+    /// everything else is freed before the reader is told.
     pub(super) fn finish(self, cause: Option<Cause>, now: Instant) {
         let started = self.started.unwrap_or(now);
         let first = self.first_token.unwrap_or(now);
@@ -178,12 +197,14 @@ impl Seq {
                 }));
             }
             Kind::Prefill { mailbox, .. } => {
+                let hand_off = Arc::new(self.admitted.place.hand_off());
                 drop(self.admitted);
                 let Some(&first_token) = self.tokens.last() else { return };
                 mailbox.end(PrefillEvent::Done {
                     first_token,
                     ends: cause,
                     pages,
+                    hand_off,
                     computed_tokens: self.prompt_computed,
                     queue,
                     prefill,

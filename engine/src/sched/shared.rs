@@ -18,7 +18,7 @@ use super::scheduler::{Admission, PrefillParams};
 use super::seq::Seq;
 use super::stream::{Mailbox, PendingPrefill};
 use crate::exec::{Executor, KvStore, ModelSpec};
-use crate::kv::{KvCache, NoPages, SeqPages};
+use crate::kv::{KvCache, NoPages, PageStats, SeqPages};
 
 /// A prefill that waits for a place.
 #[derive(Debug)]
@@ -152,23 +152,27 @@ impl Shared {
         self.last_step.store(self.since_born(), Ordering::Release);
     }
 
-    pub(super) fn publish_load(&self) {
-        let knobs = self.knobs();
-        let pages = self.cache.stats();
-        let new = LoadSnapshot {
+    fn load_now(&self, pages: PageStats) -> LoadSnapshot {
+        LoadSnapshot {
             running: self.places.load(Ordering::Acquire),
             waiting: self.waiting.load(Ordering::Acquire),
             transferring: self.transferring.load(Ordering::Acquire),
             free_pages: pages.available(),
             total_pages: pages.total,
-            max_running: knobs.max_running,
+            max_running: self.knobs().max_running,
             draining: self.draining.load(Ordering::Acquire),
             waiting_tokens: self.waiting_tokens.load(Ordering::Acquire)
                 + self.running_prompt_tokens.load(Ordering::Acquire),
             last_step: self.born + Duration::from_micros(self.last_step.load(Ordering::Acquire)),
-        };
-        self.metrics.load(&new, pages);
+        }
+    }
+
+    /// Tells the load. It is read under the lock of the load that it replaces: an older one never replaces a newer one.
+    pub(super) fn publish_load(&self) {
         self.load.send_if_modified(|load| {
+            let pages = self.cache.stats();
+            let new = self.load_now(pages);
+            self.metrics.load(&new, pages);
             let last_step = load.last_step;
             let changed = *load != LoadSnapshot { last_step, ..new };
             *load = new;
@@ -240,11 +244,16 @@ impl Shared {
     }
 
     pub(super) fn admit(self: &Arc<Self>, admission: &Admission) -> Result<Admitted, Refused> {
-        let place = Place::take(self, admission.pulled).ok_or(Refused::NoPlace)?;
+        // Looked at first and taken last: a place that is taken and given back wakes the loop, and hides a free place from
+        // others meanwhile. Pages taken for nothing are given back only where somebody took the place in between.
+        if self.places.load(Ordering::Acquire) >= self.knobs().max_running {
+            return Err(Refused::NoPlace);
+        }
         let leave = usize::from(!admission.pulled);
         // the KV of the last token is never computed
         let total = admission.prompt.len() + admission.max_new_tokens as usize - 1;
         let pages = self.cache.reserve(&admission.prompt, leave, total)?;
+        let place = Place::take(self, admission.pulled).ok_or(Refused::NoPlace)?;
         Ok(Admitted {
             pages: Arc::new(pages),
             prompt: Arc::clone(&admission.prompt),
@@ -287,6 +296,11 @@ impl Place {
         })
     }
 
+    /// Counts the hand-off of what was computed here.
+    pub(super) fn hand_off(&self) -> TransferGuard {
+        TransferGuard::new(&self.shared)
+    }
+
     /// Its hand-off is over.
     pub(super) fn pulled(&mut self) {
         if std::mem::take(&mut self.pulled) {
@@ -321,7 +335,7 @@ pub struct Admitted {
 pub struct TransferGuard(Arc<Shared>);
 
 impl TransferGuard {
-    pub(super) fn new(shared: &Arc<Shared>) -> Self {
+    fn new(shared: &Arc<Shared>) -> Self {
         shared.transferring.fetch_add(1, Ordering::AcqRel);
         shared.handing_out.fetch_add(1, Ordering::AcqRel);
         shared.publish_load();
@@ -331,8 +345,9 @@ impl TransferGuard {
 
 impl Drop for TransferGuard {
     fn drop(&mut self) {
-        self.0.transferring.fetch_sub(1, Ordering::AcqRel);
+        // The load shows only `transferring`. It falls last, so that a drain which its change wakes sees the other fallen.
         self.0.handing_out.fetch_sub(1, Ordering::AcqRel);
+        self.0.transferring.fetch_sub(1, Ordering::AcqRel);
         self.0.publish_load();
     }
 }

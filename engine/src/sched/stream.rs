@@ -13,6 +13,7 @@ use tokio::sync::{Notify, watch};
 
 use super::load::Health;
 use super::seq::Cause;
+use super::shared::TransferGuard;
 use crate::kv::SeqPages;
 
 /// How a good answer ended.
@@ -48,12 +49,12 @@ pub enum SeqEvent {
 /// What happens to a prefill.
 #[derive(Debug, Clone)]
 pub enum PrefillEvent {
-    /// It waits for a place.
+    /// It waits for a place, or for tokens of a step.
     Queued {
         /// Prefills before it.
         ahead: u32,
     },
-    /// It has pages and a place.
+    /// It has pages, a place, and tokens of the step that begins.
     Started {
         /// Prompt tokens found in the prefix cache.
         cached_tokens: u32,
@@ -75,6 +76,8 @@ pub enum PrefillEvent {
         ends: Option<Cause>,
         /// Hold them as long as somebody copies.
         pages: Arc<SeqPages>,
+        /// Hold it until decode has, or needs, nothing more.
+        hand_off: Arc<TransferGuard>,
         /// Prompt tokens computed here.
         computed_tokens: u32,
         /// From submission to the first step.

@@ -347,6 +347,7 @@ impl Control {
                 first_token,
                 ends,
                 pages,
+                hand_off,
                 queue,
                 prefill,
                 ..
@@ -366,7 +367,7 @@ impl Control {
                     }
                     return;
                 }
-                let held = Held::Pages(pages, Arc::new(self.shared.scheduler.transferring()));
+                let held = Held::Pages(pages, hand_off);
                 if let Step::Moved(_) = self.hand_off.cell.on_with_pages(Event::DataReady, held) {
                     // frames are due from here on
                     let progress = proto::Progress {

@@ -8,6 +8,7 @@
 mod compute;
 mod gguf;
 mod sched;
+mod sched_places;
 mod serve;
 mod support;
 mod tiny;

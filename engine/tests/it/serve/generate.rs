@@ -535,3 +535,36 @@ async fn what_the_request_itself_did_wrong_is_told_and_not_recomputed() {
         node.close().await;
     }
 }
+
+#[tokio::test]
+async fn prompts_that_wait_for_their_turn_of_the_budget_do_not_fail() {
+    let layer = Duration::from_millis(100);
+    let timed = |role| {
+        let mut config = config(role);
+        config.timers.progress = layer * 6;
+        config.knobs = SchedKnobs {
+            chunked_prefill_tokens: 16,
+            step_tokens: 16,
+            ..SchedKnobs::default()
+        };
+        config
+    };
+    let fake = FakeConfig::default();
+    let (prefill, control) = TestNode::fake(&fake, timed(Role::Prefill)).await;
+    let (decode, _d) = TestNode::fake(&fake, timed(Role::Decode)).await;
+    control.layer_delay(layer);
+    let asked = (0..4).map(|i| {
+        decode.ask(GenerateRequest {
+            prefill: Some(prefill.peer()),
+            ..decode.request(&prompt(i, 32), 2)
+        })
+    });
+    for (i, answer) in futures::future::join_all(asked).await.into_iter().enumerate() {
+        let answer = answer.unwrap_or_else(|failure| panic!("request {i}: {failure}"));
+        assert_eq!(answer.usage.moved_tokens, 32);
+    }
+    for node in [prefill, decode] {
+        until_idle(&node.scheduler).await;
+        node.close().await;
+    }
+}
