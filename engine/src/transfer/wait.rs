@@ -82,7 +82,7 @@ impl<K> Default for Overtime<K> {
     }
 }
 
-impl<K: PartialEq> Overtime<K> {
+impl<K: Copy + PartialEq> Overtime<K> {
     /// When `wait`, whose timer fires at `timer`, is to be looked at.
     pub fn deadline(&self, wait: K, timer: Instant) -> Instant {
         match &self.0 {
