@@ -13,6 +13,9 @@ use super::vocab::VocabularyBuilder;
 /// Largest file read whole; the largest known `tokenizer.json` has some 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
+/// The largest id that is taken: each below it costs memory. The largest known vocabularies have some 260 000.
+const MAX_ID: u32 = (1 << 24) - 1;
+
 /// Reads `tokenizer.json` at `path`.
 pub(super) fn read(path: &Path) -> Result<Source, TextError> {
     let malformed = |reason: String| TextError::Malformed {
@@ -38,7 +41,14 @@ pub(super) fn read(path: &Path) -> Result<Source, TextError> {
         .into_iter()
         .map(|(id, token)| (id, token.special))
         .collect();
-    let ids = tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last + 1);
+    let last = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+    let ids = match last {
+        None => 0,
+        Some((token, id)) if id > MAX_ID => {
+            return Err(malformed(format!("the id of {token:?} is {id}, above {MAX_ID}")));
+        }
+        Some((_, id)) => id + 1,
+    };
     let mut vocabulary = VocabularyBuilder::default();
     for id in 0..ids {
         // an id may be unused: it stands for no bytes

@@ -69,6 +69,23 @@ fn a_vocabulary_that_contradicts_itself_is_used() {
 }
 
 #[test]
+fn an_enormous_id_in_a_tokenizer_json_wraps_or_takes_all_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    for id in [u32::MAX, u32::MAX - 1, 1 << 24] {
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+            "model": {"type": "BPE", "vocab": {"a": 0, "far": id}, "merges": []},
+        });
+        std::fs::write(&path, json.to_string()).unwrap();
+        let text = failure(&path);
+        assert!(text.contains("\"far\"") && text.contains(&id.to_string()), "{text}");
+    }
+}
+
+#[test]
 fn a_file_of_another_kind_is_read_as_a_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, bytes: &[u8]| {
