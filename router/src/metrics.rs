@@ -17,6 +17,8 @@ use crate::error::{all_codes, all_reasons};
 pub const OK: &str = "ok";
 /// `code` of a request whose client left before its answer was complete.
 pub const CLIENT_GONE: &str = "client_gone";
+/// `code` of a request whose client was cut off because it took nothing of its answer.
+pub const CLIENT_STALLED: &str = "client_stalled";
 
 /// Which API a request came through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -31,6 +33,14 @@ pub enum Endpoint {
 
 impl Endpoint {
     const ALL: [Self; 3] = [Self::Chat, Self::Completions, Self::Other];
+
+    /// The field of a body that holds what is to be answered.
+    pub const fn prompt_field(self) -> &'static str {
+        match self {
+            Self::Chat => "messages",
+            Self::Completions | Self::Other => "prompt",
+        }
+    }
 
     /// As the `endpoint` label says it.
     pub const fn name(self) -> &'static str {
@@ -165,7 +175,7 @@ impl Metrics {
             prefill_bypassed: Counter::default(),
             client_stalled: Counter::default(),
         };
-        let codes: Vec<_> = all_codes().chain([OK, CLIENT_GONE]).collect();
+        let codes: Vec<_> = all_codes().chain([OK, CLIENT_GONE, CLIENT_STALLED]).collect();
         for endpoint in Endpoint::ALL.map(Endpoint::name) {
             initialise(&metrics.requests, codes.iter().map(|&code| Outcome { endpoint, code }));
             initialise(&metrics.request_seconds, [Of { endpoint }]);

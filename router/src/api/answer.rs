@@ -35,11 +35,6 @@ impl Usage {
         usage.prompt_tokens_details = cached.map(|cached_tokens| PromptDetails { cached_tokens });
         usage
     }
-
-    /// For the log.
-    pub fn counts(&self) -> (u32, u32) {
-        (self.prompt_tokens, self.completion_tokens)
-    }
 }
 
 /// One finished choice: its whole text and its end.

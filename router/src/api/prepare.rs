@@ -19,6 +19,10 @@ use crate::text::{ChatInput, Text};
 const MAX_PROMPTS: usize = 64;
 /// OpenAI takes 4; other servers more.
 const MAX_STOPS: usize = 16;
+/// More ids than any model has ends.
+const MAX_STOP_TOKENS: usize = 128;
+/// What `/v1/completions` gives where nothing is said, as OpenAI does. A chat gets as many tokens as fit.
+const DEFAULT_COMPLETION_TOKENS: u32 = 16;
 
 /// A normalizer may make a text shorter before it is cut into tokens (NFC: three bytes of three become one character).
 const SHRINKS: usize = 4;
@@ -86,11 +90,7 @@ impl TextWork {
             let least = text.len() / longest / SHRINKS;
             match max {
                 Some(max) if least > max as usize => {
-                    let param = if endpoint == Endpoint::Chat {
-                        "messages"
-                    } else {
-                        "prompt"
-                    };
+                    let param = endpoint.prompt_field();
                     Err(RouterError::ContextLength {
                         param,
                         detail: format!(
@@ -104,34 +104,58 @@ impl TextWork {
         }
     }
 
+    /// Runs `work` where it delays nobody, until the request's time is over.
     async fn run<T: Send + 'static>(
         &self,
+        template: &Template,
+        limits: &Limits,
         work: impl FnOnce(&Text) -> Result<T, RouterError> + Send + 'static,
     ) -> Result<T, RouterError> {
         let came = Instant::now();
-        let slot = Arc::clone(&self.slots).acquire_owned().await;
-        let text = Arc::clone(&self.text);
-        let done = tokio::task::spawn_blocking(move || {
-            // a client that left does not stop the thread, so the slot stays taken until it is done
-            let _slot = slot;
-            work(&text)
-        })
-        .await
-        .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
+        let done = async {
+            let slot = Arc::clone(&self.slots).acquire_owned().await;
+            let text = Arc::clone(&self.text);
+            tokio::task::spawn_blocking(move || {
+                // a client that left does not stop the thread, so the slot stays taken until it is done
+                let _slot = slot;
+                work(&text)
+            })
+            .await
+        };
+        let done = tokio::time::timeout_at(template.spec.deadline.into(), done)
+            .await
+            .map_err(|_| RouterError::Deadline(limits.time))?
+            .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
         self.metrics.phase(Phase::Text, came.elapsed().as_secs_f64());
         done
+    }
+
+    fn check_stop_tokens(&self, template: &Template) -> Result<(), RouterError> {
+        let (ids, vocabulary) = (&template.spec.stop_token_ids, self.text.vocabulary().len());
+        if ids.len() > MAX_STOP_TOKENS {
+            let detail = format!("{} ids, but at most {MAX_STOP_TOKENS} are allowed", ids.len());
+            return Err(RouterError::field("stop_token_ids", detail));
+        }
+        match ids.iter().find(|&&id| id as usize >= vocabulary) {
+            Some(id) => {
+                let detail = format!("{id} is not below {vocabulary}, the vocabulary's size");
+                Err(RouterError::field("stop_token_ids", detail))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Prepares `/v1/chat/completions`.
     pub async fn chat(&self, body: ChatBody, limits: &Limits, origin: Origin) -> Result<Prepared, RouterError> {
         let template = Template::check(body.common(), limits, origin, Endpoint::Chat)?;
+        self.check_stop_tokens(&template)?;
         if body.messages.as_ref().is_none_or(Vec::is_empty) {
             return Err(RouterError::field("messages", "give at least one message"));
         }
         let (stream, include_usage) = (template.stream, template.include_usage);
         let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
-            .run(move |text| {
+            .run(&template, limits, move |text| {
                 let messages = body.messages.unwrap_or_default();
                 let mut input = ChatInput::new(&messages);
                 input.kwargs = body.chat_template_kwargs.as_ref();
@@ -155,7 +179,9 @@ impl TextWork {
         limits: &Limits,
         origin: Origin,
     ) -> Result<Prepared, RouterError> {
-        let template = Template::check(body.common(), limits, origin, Endpoint::Completions)?;
+        let mut template = Template::check(body.common(), limits, origin, Endpoint::Completions)?;
+        template.spec.max_new_tokens.get_or_insert(DEFAULT_COMPLETION_TOKENS);
+        self.check_stop_tokens(&template)?;
         let prompts = body.prompt.map(|prompts| prompts.0).unwrap_or_default();
         if prompts.is_empty() {
             return Err(RouterError::field("prompt", "give at least one prompt"));
@@ -170,7 +196,7 @@ impl TextWork {
         let single = prompts.len() == 1;
         let bound = self.bound(limits, Endpoint::Completions);
         let all = self
-            .run(move |text| {
+            .run(&template, limits, move |text| {
                 let vocabulary = text.vocabulary().len();
                 prompts
                     .into_iter()
@@ -281,16 +307,38 @@ impl Template {
     fn spec(mut self, prompt: Vec<u32>, limits: &Limits) -> Result<Spec, RouterError> {
         self.spec.prompt = prompt;
         if self.spec.prompt.is_empty() {
-            let param = if self.spec.endpoint == Endpoint::Chat {
-                "messages"
-            } else {
-                "prompt"
-            };
-            return Err(RouterError::field(param, "has no token"));
+            return Err(RouterError::field(self.spec.endpoint.prompt_field(), "has no token"));
         }
         if let Some(max_length_tokens) = limits.max_length_tokens {
             fit(&self.spec, max_length_tokens)?;
         }
         Ok(self.spec)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn waiting_for_the_tokenizer_has_no_end() {
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.gguf");
+        let text = Arc::new(Text::load(&file).unwrap());
+        let exposition = tandem_telemetry::Metrics::new("tandem-router", "test");
+        let work = TextWork::new(text, Metrics::register(&exposition));
+        let cores = work.slots.available_permits() as u32;
+        let _all = work.slots.acquire_many(cores).await.unwrap();
+        let body = CompletionBody::read(br#"{"model":"tiny","prompt":"x"}"#).unwrap();
+        let limits = Limits {
+            model: "tiny".into(),
+            max_length_tokens: None,
+            time: Duration::from_millis(20),
+        };
+        let origin = Origin {
+            request_id: "r".into(),
+            came: Instant::now(),
+        };
+        let ends = tokio::time::timeout(Duration::from_secs(10), work.completions(body, &limits, origin));
+        assert_eq!(ends.await.expect("it hangs").unwrap_err().code(), "deadline");
     }
 }
