@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use tokio::sync::{Notify, watch};
 
-pub use session::{Leg, Session};
+pub use session::{Leg, Session, Verdict};
 pub use worker::{Link, Worker};
 
 use crate::config::{Config, Policy};
@@ -94,6 +94,32 @@ pub struct Lease {
     pub bypass: bool,
 }
 
+/// How much KV a request reserves.
+#[derive(Debug, Clone, Copy)]
+pub struct Need {
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of its answer; none: as many as fit.
+    pub new_tokens: Option<u32>,
+    /// Longest prompt with answer by the router's own limit.
+    pub max_length_tokens: Option<u32>,
+}
+
+impl Need {
+    /// At an engine of `side` that holds at most `longest` tokens of a sequence; none: it does not fit.
+    fn at(&self, side: Side, longest: u32) -> Option<u32> {
+        // the answer has at least one token, and a prefill makes no more
+        let least = self.prompt_tokens.saturating_add(1);
+        let tokens = match (side, self.new_tokens) {
+            (Side::Prefill, _) => least,
+            (Side::Decode, Some(new)) => self.prompt_tokens.saturating_add(new),
+            (Side::Decode, None) => least.max(longest.min(self.max_length_tokens.unwrap_or(longest))),
+        };
+        // the KV of the last token is never computed
+        (tokens <= longest).then_some(tokens - 1)
+    }
+}
+
 /// What a look for a pair gave.
 #[derive(Debug)]
 pub enum Look {
@@ -101,9 +127,9 @@ pub enum Look {
     Pair(Box<Lease>),
     /// Usable engines exist, none has room now; worth another look at the time given, if not told of a change before.
     Full(Option<Instant>),
-    /// No decode engine is up.
+    /// No decode engine that can hold it is up.
     NoDecode,
-    /// A decode engine is up, but no prefill engine that goes with it.
+    /// Such a decode engine is up, but no prefill engine that goes with it.
     NoPrefill,
 }
 
@@ -144,19 +170,20 @@ impl Engines {
     }
 
     /// Looks for a pair and takes it. `recompute`: without any usable prefill engine, decode prefills by itself.
-    pub fn look(&self, avoid: &Avoid, recompute: bool) -> Look {
+    pub fn look(&self, need: &Need, avoid: &Avoid, recompute: bool) -> Look {
         let now = Instant::now();
-        let decodes = Self::up(&self.decodes);
+        let decodes = Self::able(&self.decodes, need);
         if decodes.is_empty() {
             return Look::NoDecode;
         }
-        let prefills = Self::up(&self.prefills);
-        let mates = |decode: &Session| prefills.iter().any(|prefill| decode.goes_with(prefill));
+        let prefills = Self::able(&self.prefills, need);
+        let mates = |decode: &Session| prefills.iter().any(|(prefill, _)| decode.goes_with(prefill));
         let can_serve = |decode: &Session| !self.needs_prefill(decode) || recompute || mates(decode);
-        let mut candidates = Vec::with_capacity(decodes.len());
-        for session in decodes.iter().filter(|session| can_serve(session)) {
-            candidates.push(Self::candidate(session, avoid, now));
-        }
+        let candidates: Vec<_> = decodes
+            .iter()
+            .filter(|(session, _)| can_serve(session))
+            .map(|(session, tokens)| Self::candidate(session, *tokens, avoid, now))
+            .collect();
         if candidates.is_empty() {
             return Look::NoPrefill;
         }
@@ -164,25 +191,24 @@ impl Engines {
             Chosen::One(at) => Arc::clone(candidates[at].what),
             Chosen::Full(until) => return Look::Full(until),
         };
+        let alone = |decode, bypass| {
+            Look::Pair(Box::new(Lease {
+                decode: Leg::take(decode, &self.changed),
+                prefill: None,
+                bypass,
+            }))
+        };
         if !self.needs_prefill(&decode) {
-            return Look::Pair(Box::new(Lease {
-                decode: Leg::take(decode, &self.changed),
-                prefill: None,
-                bypass: false,
-            }));
+            return alone(decode, false);
         }
-        let candidates: Vec<_> = prefills
-            .iter()
-            .filter(|prefill| decode.goes_with(prefill))
-            .map(|session| Self::candidate(session, avoid, now))
+        let mates = prefills.iter().filter(|(prefill, _)| decode.goes_with(prefill));
+        // those that fail each request are as good as none; the trials still go to them
+        if recompute && mates.clone().all(|(prefill, _)| prefill.closed(now).is_some()) {
+            return alone(decode, true);
+        }
+        let candidates: Vec<_> = mates
+            .map(|(session, tokens)| Self::candidate(session, *tokens, avoid, now))
             .collect();
-        if candidates.is_empty() {
-            return Look::Pair(Box::new(Lease {
-                decode: Leg::take(decode, &self.changed),
-                prefill: None,
-                bypass: true,
-            }));
-        }
         match self.choose(Side::Prefill, &candidates) {
             Chosen::One(at) => Look::Pair(Box::new(Lease {
                 decode: Leg::take(decode, &self.changed),
@@ -201,10 +227,24 @@ impl Engines {
         workers.iter().filter_map(Worker::session).collect()
     }
 
-    fn candidate<'a>(session: &'a Arc<Session>, avoid: &Avoid, now: Instant) -> Candidate<'a, Arc<Session>> {
+    /// Those that are up and can hold it, with the tokens that it reserves there.
+    fn able(workers: &[Worker], need: &Need) -> Vec<(Arc<Session>, u32)> {
+        let able = |session: Arc<Session>| {
+            let tokens = need.at(session.side, session.max_length_tokens())?;
+            Some((session, tokens))
+        };
+        workers.iter().filter_map(Worker::session).filter_map(able).collect()
+    }
+
+    fn candidate<'a>(
+        session: &'a Arc<Session>,
+        tokens: u32,
+        avoid: &Avoid,
+        now: Instant,
+    ) -> Candidate<'a, Arc<Session>> {
         Candidate {
             what: session,
-            room: session.room(now),
+            room: session.room(tokens, now),
             load: session.load_share(),
             avoided: avoid.has(session),
         }
@@ -265,11 +305,9 @@ impl Engines {
         }
     }
 
-    /// The longest sequence that some decode engine that is up can hold.
-    pub fn max_length_tokens(&self) -> Option<u32> {
-        Self::up(&self.decodes)
-            .iter()
-            .map(|session| session.max_length_tokens())
-            .max()
+    /// The longest sequence that some engine of a side can hold, those that are down by their last word; none: nothing is
+    /// known of any.
+    pub fn longest(&self, side: Side) -> Option<u32> {
+        self.side(side).iter().filter_map(Worker::longest).max()
     }
 }

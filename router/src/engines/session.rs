@@ -36,8 +36,10 @@ pub struct Session {
     model_hash: Vec<u8>,
     layout: KvLayout,
     max_length_tokens: u32,
-    /// Requests that may be at it: sequences it runs at once, for a prefill with its run queue.
-    slots: u32,
+    /// Sequences it runs at once, by its own word when it was asked who it is.
+    max_running: u32,
+    /// Requests that may wait at it beside those.
+    queue: u32,
     standing: Arc<Standing>,
     gauges: EngineGauges,
     seen: Mutex<Seen>,
@@ -141,10 +143,10 @@ impl Session {
             return Err(Unfit::Length { endpoint });
         }
         let knobs = info.knobs.unwrap_or_default();
-        let running = knobs.max_running.filter(|n| *n > 0).unwrap_or(DEFAULT_MAX_RUNNING);
-        let slots = match side {
-            Side::Decode => running,
-            Side::Prefill => running.saturating_add(knobs.prefill_queue.unwrap_or(0)),
+        let max_running = knobs.max_running.filter(|n| *n > 0).unwrap_or(DEFAULT_MAX_RUNNING);
+        let queue = match side {
+            Side::Decode => 0,
+            Side::Prefill => knobs.prefill_queue.unwrap_or(0),
         };
         Ok(Self {
             side,
@@ -155,7 +157,8 @@ impl Session {
             model_hash: info.model_hash.to_vec(),
             layout,
             max_length_tokens,
-            slots,
+            max_running,
+            queue,
             standing: last
                 .filter(|last| last.boot == boot)
                 .map(|last| Arc::clone(&last.standing))
@@ -188,7 +191,7 @@ impl Session {
 
     /// Takes a load report.
     pub fn report(&self, load: Load) {
-        self.gauges.occupied.set(reported(&load).into());
+        self.gauges.occupied.set(reported(self.side, &load).into());
         let mut seen = self.seen.lock();
         *seen = Seen {
             load,
@@ -217,40 +220,51 @@ impl Session {
         self.seen.lock().load.draining = true;
     }
 
-    /// Has it room? If not, when to look again, where that is known.
-    pub fn room(&self, now: Instant) -> Result<(), Option<Instant>> {
+    /// Has it room for a request that reserves KV for `tokens`? If not, when to look again, where that is known.
+    pub fn room(&self, tokens: u32, now: Instant) -> Result<(), Option<Instant>> {
         {
             let seen = self.seen.lock();
             if let Some(until) = seen.refused.map(|at| at + REFUSAL).filter(|until| *until > now) {
                 return Err(Some(until));
             }
-            if self.occupied(&seen) >= self.slots {
+            let occupied = self.occupied(&seen);
+            if occupied >= self.slots(&seen) || occupied > 0 && self.lacks_pages(&seen, tokens) {
                 return Err(None);
             }
         }
-        self.standing.breaker.lock().allows(now).map_err(Some)
+        self.closed(now).map_or(Ok(()), |until| Err(Some(until)))
+    }
+
+    /// Until when its breaker keeps requests from it; none: it does not.
+    pub fn closed(&self, now: Instant) -> Option<Instant> {
+        self.standing.breaker.lock().allows(now).err()
     }
 
     /// Share of its slots that is taken.
     pub fn load_share(&self) -> f32 {
-        self.occupied(&self.seen.lock()) as f32 / self.slots as f32
+        let seen = self.seen.lock();
+        self.occupied(&seen) as f32 / self.slots(&seen) as f32
+    }
+
+    /// Requests that may be at it: sequences it runs at once, which may change while it runs, for a prefill with its run queue.
+    fn slots(&self, seen: &Seen) -> u32 {
+        let running = Some(seen.load.max_running)
+            .filter(|n| *n > 0)
+            .unwrap_or(self.max_running);
+        running.saturating_add(self.queue)
+    }
+
+    /// Were too few pages free at the last report? One that says nothing of pages is asked.
+    fn lacks_pages(&self, seen: &Seen, tokens: u32) -> bool {
+        let free = u64::from(seen.load.free_pages) * u64::from(self.layout.page_tokens);
+        seen.load.total_pages > 0 && free < u64::from(tokens)
     }
 
     /// What was there at the last report, less what was ours then, with what is ours now.
     fn occupied(&self, seen: &Seen) -> u32 {
-        reported(&seen.load)
+        reported(self.side, &seen.load)
             .saturating_sub(seen.own)
             .saturating_add(self.standing.in_flight.load(Ordering::Relaxed))
-    }
-
-    /// It did its part.
-    pub fn succeeded(&self) {
-        self.standing.breaker.lock().succeeded();
-    }
-
-    /// It failed by its own fault.
-    pub fn failed(&self) {
-        self.standing.breaker.lock().failed(Instant::now());
     }
 
     /// Doubts that this incarnation is still there: nothing goes to it until its worker has asked, which it does at once.
@@ -264,60 +278,112 @@ impl Session {
     }
 }
 
-/// Requests at the engine in every state.
-fn reported(load: &Load) -> u32 {
-    load.running
-        .saturating_add(load.waiting)
-        .saturating_add(load.transferring)
+/// Requests at the engine in every state. A decode counts a sequence that it pulls among the running ones already; a prefill
+/// counts one that it hands out no longer among them.
+fn reported(side: Side, load: &Load) -> u32 {
+    let computed = load.running.saturating_add(load.waiting);
+    match side {
+        Side::Decode => computed,
+        Side::Prefill => computed.saturating_add(load.transferring),
+    }
 }
 
-/// A request's place at an engine. Dropping it gives the place back, whatever happened.
+/// A request's place at an engine, and the verdict on the engine that is due. Dropping it gives the place back, whatever happened.
 #[derive(Debug)]
 pub struct Leg {
-    session: Arc<Session>,
-    changed: Arc<Changed>,
-    /// The one trial after the breaker was open, until there is a verdict.
-    trial: bool,
-    _gauge: Counted,
+    // first, so that whoever is told of the place finds the breaker as the verdict left it
+    verdict: Verdict,
+    _place: Place,
 }
 
 impl Leg {
     pub(super) fn take(session: Arc<Session>, changed: &Arc<Changed>) -> Self {
         session.standing.in_flight.fetch_add(1, Ordering::Relaxed);
         let trial = session.standing.breaker.lock().enter(Instant::now());
-        let gauge = Counted::new(&session.gauges.in_flight);
-        Self {
+        let place = Place {
+            _gauge: Counted::new(&session.gauges.in_flight),
+            session: Arc::clone(&session),
+            changed: Arc::clone(changed),
+        };
+        let verdict = Verdict {
             session,
             changed: Arc::clone(changed),
             trial,
-            _gauge: gauge,
-        }
+        };
+        Self { verdict, _place: place }
     }
 
     /// Whose place it is.
     pub fn session(&self) -> &Arc<Session> {
-        &self.session
+        &self.verdict.session
     }
 
     /// The engine did its part.
     pub fn succeeded(&mut self) {
-        self.trial = false;
-        self.session.succeeded();
+        self.verdict.succeeded();
     }
 
     /// The engine failed by its own fault.
     pub fn failed(&mut self) {
-        self.trial = false;
-        self.session.failed();
+        self.verdict.failed();
+    }
+
+    /// Gives the place back and keeps the verdict.
+    pub fn leave(self) -> Verdict {
+        self.verdict
     }
 }
 
-impl Drop for Leg {
+/// Gives a place at an engine back.
+#[derive(Debug)]
+struct Place {
+    session: Arc<Session>,
+    changed: Arc<Changed>,
+    _gauge: Counted,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.session.standing.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.changed.room.notify_one();
+    }
+}
+
+/// What a request will tell of an engine. Dropped without a word, it leaves a trial to the next request.
+#[derive(Debug)]
+pub struct Verdict {
+    session: Arc<Session>,
+    changed: Arc<Changed>,
+    /// The one trial after the breaker was open, until there is a verdict.
+    trial: bool,
+}
+
+impl Verdict {
+    /// The engine did its part.
+    pub fn succeeded(&mut self) {
+        self.session.standing.breaker.lock().succeeded();
+        self.tell();
+    }
+
+    /// The engine failed by its own fault.
+    pub fn failed(&mut self) {
+        self.session.standing.breaker.lock().failed(Instant::now());
+        self.tell();
+    }
+
+    /// Those who wait for the trial's end look again.
+    fn tell(&mut self) {
+        if std::mem::take(&mut self.trial) {
+            self.changed.room.notify_one();
+        }
+    }
+}
+
+impl Drop for Verdict {
     fn drop(&mut self) {
         if self.trial {
             self.session.standing.breaker.lock().abandoned();
+            self.tell();
         }
-        self.session.standing.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.changed.room.notify_one();
     }
 }

@@ -11,9 +11,10 @@ use tandem_wire::{Failure, Reason, Source, TransferId, TransferKey};
 use tonic::Streaming;
 
 use super::Flow;
+use super::progress::Progress;
 use super::queue::Ticket;
 use super::verdict::{MAX_ATTEMPTS, Met};
-use crate::engines::{Avoid, Lease, Session, Side};
+use crate::engines::{Avoid, Lease, Need, Side, Verdict};
 use crate::error::RouterError;
 use crate::metrics::{Endpoint, Phase};
 use crate::text::TextStream;
@@ -54,11 +55,7 @@ pub struct Spec {
 pub fn fit(spec: &Spec, max_length_tokens: u32) -> Result<u32, RouterError> {
     let prompt = spec.prompt.len() as u64;
     let max = u64::from(max_length_tokens);
-    let param = if spec.endpoint == Endpoint::Chat {
-        "messages"
-    } else {
-        "prompt"
-    };
+    let param = spec.endpoint.prompt_field();
     let detail = match spec.max_new_tokens {
         // the answer has at least one token
         _ if prompt >= max => {
@@ -124,10 +121,6 @@ pub struct Done {
     pub cached_tokens: Option<u32>,
     /// Tokens of the answer.
     pub completion_tokens: u32,
-    /// Attempts it took.
-    pub attempts: u32,
-    /// From the request's head to its first token.
-    pub first_token: Option<Duration>,
 }
 
 /// One choice. Dropping it cancels everything below it.
@@ -147,7 +140,9 @@ pub struct Choice {
     accepted: bool,
     /// Text has left for the consumer.
     spoken: bool,
-    first_token: Option<Duration>,
+    progress: Arc<Progress>,
+    /// Tokens of the answer that `progress` has of it.
+    counted: u32,
     /// Time spent in the queue, all attempts together.
     waited: Duration,
     state: State,
@@ -165,14 +160,17 @@ struct Running {
     // first, so that the stream goes before the places at the engines do
     events: Streaming<GenerateEvent>,
     lease: Box<Lease>,
-    /// The prefill engine whose work the end of the call tells about.
-    unjudged: Option<Arc<Session>>,
+    /// On the prefill engine whose work the end of the call tells about.
+    unjudged: Option<Verdict>,
 }
 
 impl Choice {
     /// A choice that has not begun. The error names the stop string at fault.
-    pub fn new(flow: Arc<Flow>, spec: Spec) -> Result<Self, RouterError> {
+    pub fn new(flow: Arc<Flow>, spec: Spec, progress: Arc<Progress>) -> Result<Self, RouterError> {
+        progress.begins(spec.prompt.len() as u32);
         Ok(Self {
+            progress,
+            counted: 0,
             text: flow.text.stream(&spec.stops)?,
             ticket: flow.queue.ticket(),
             flow,
@@ -184,7 +182,6 @@ impl Choice {
             last: None,
             accepted: false,
             spoken: false,
-            first_token: None,
             waited: Duration::ZERO,
             state: State::Waiting,
         })
@@ -214,7 +211,15 @@ impl Choice {
     async fn begin(&mut self) -> Option<Event> {
         let waits = Instant::now();
         let until = (waits + self.flow.queue_time.saturating_sub(self.waited)).min(self.spec.deadline);
-        let admitted = self.flow.admit(self.ticket, &self.avoid, self.calls > 0, until).await;
+        let need = Need {
+            prompt_tokens: self.spec.prompt.len() as u32,
+            new_tokens: self.spec.max_new_tokens,
+            max_length_tokens: self.spec.max_length_tokens,
+        };
+        let admitted = self
+            .flow
+            .admit(self.ticket, &need, &self.avoid, self.calls > 0, until)
+            .await;
         self.waited += waits.elapsed();
         let lease = match admitted {
             Ok(lease) => lease,
@@ -234,6 +239,7 @@ impl Choice {
         let request = self.request(&lease, max_new_tokens);
         self.calls += 1;
         self.attempts += 1;
+        self.progress.attempt(self.calls);
         let mut client = lease.decode.session().client.clone();
         match client.generate(request).await {
             Ok(events) => {
@@ -248,8 +254,21 @@ impl Choice {
         }
     }
 
-    /// Why there is no pair: the failure of the attempt before says more, unless that only said to look elsewhere.
+    /// Why there is no pair: none could ever hold it; else the failure of the attempt before says more, unless that only said
+    /// to look elsewhere.
     fn no_pair(&mut self, error: RouterError) -> RouterError {
+        let engines = &self.flow.engines;
+        let too_long = match &error {
+            RouterError::NoDecode(_) => engines.longest(Side::Decode).and_then(|max| fit(&self.spec, max).err()),
+            RouterError::NoPrefill(_) => engines
+                .longest(Side::Prefill)
+                .filter(|max| self.spec.prompt.len() as u64 >= u64::from(*max))
+                .and_then(|max| fit(&self.spec, max).err()),
+            _ => None,
+        };
+        if let Some(too_long) = too_long {
+            return too_long;
+        }
         match (&error, self.last.take()) {
             (RouterError::NoDecode(_) | RouterError::NoPrefill(_), Some(failure))
                 if failure.reason != Reason::StaleBoot && failure.reason != Reason::Draining =>
@@ -296,7 +315,6 @@ impl Choice {
         match running.events.message().await {
             Ok(Some(message)) => match message.event {
                 Some(Wire::Started(_)) => {
-                    self.flow.metrics.phase(Phase::Queue, self.waited.as_secs_f64());
                     self.state = State::Running(running);
                     (!std::mem::replace(&mut self.accepted, true)).then_some(Event::Accepted)
                 }
@@ -339,17 +357,16 @@ impl Choice {
         };
         if self.flow.recompute() {
             // decode may have done the work in its stead, and says so only at the end
-            running.unjudged = Some(Arc::clone(leg.session()));
+            running.unjudged = Some(leg.leave());
         } else {
             leg.succeeded();
         }
     }
 
     fn take(&mut self, mut running: Box<Running>, ids: &[u32]) -> Option<Event> {
-        if self.first_token.is_none() && !ids.is_empty() {
-            let elapsed = self.spec.came.elapsed();
-            self.first_token = Some(elapsed);
-            self.flow.metrics.first_token(self.spec.endpoint, elapsed.as_secs_f64());
+        if !ids.is_empty() {
+            self.progress.token(self.spec.came.elapsed());
+            self.count(self.counted.saturating_add(ids.len() as u32));
         }
         self.prefilled(&mut running);
         let delta = match self.text.push(ids) {
@@ -375,7 +392,7 @@ impl Choice {
         running.lease.decode.succeeded();
         let usage = finished.usage.unwrap_or_default();
         self.prefilled(&mut running);
-        if let Some(prefill) = running.unjudged.take() {
+        if let Some(mut prefill) = running.unjudged.take() {
             if usage.recomputed {
                 prefill.failed();
             } else {
@@ -400,8 +417,15 @@ impl Choice {
         Event::Done(self.done(text, finish, Some(usage.cached_tokens), usage.completion_tokens))
     }
 
-    fn done(&self, text: String, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
+    fn done(&mut self, text: String, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
         let prompt_tokens = self.spec.prompt.len() as u32;
+        self.count(completion_tokens);
+        self.flow.metrics.phase(Phase::Queue, self.waited.as_secs_f64());
+        if let Some(first_token) = self.progress.first_token() {
+            self.flow
+                .metrics
+                .first_token(self.spec.endpoint, first_token.as_secs_f64());
+        }
         self.flow.metrics.prompt_tokens.inc_by(prompt_tokens.into());
         self.flow
             .metrics
@@ -414,9 +438,13 @@ impl Choice {
             prompt_tokens,
             cached_tokens,
             completion_tokens,
-            attempts: self.calls,
-            first_token: self.first_token,
         }
+    }
+
+    /// So many tokens of the answer are there now.
+    fn count(&mut self, tokens: u32) {
+        self.progress.tokens(self.counted, tokens);
+        self.counted = tokens;
     }
 
     /// The call failed by its status.
@@ -474,6 +502,7 @@ impl Choice {
             self.avoid.sessions.push(Arc::clone(leg.session()));
         }
         drop(lease);
+        self.count(0);
         let pause = self.attempts + 1 >= MAX_ATTEMPTS;
         self.last = Some(failure);
         self.state = State::Waiting;

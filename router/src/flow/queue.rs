@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::Flow;
-use crate::engines::{Avoid, Lease, Look, Side};
+use crate::engines::{Avoid, Lease, Look, Need, Side};
 use crate::error::RouterError;
 use crate::metrics::Counted;
 
@@ -60,6 +60,16 @@ impl Place<'_> {
             .first_key_value()
             .is_some_and(|(number, _)| *number == self.number)
     }
+
+    /// Hands a call that was meant for the first in line to it, if that is another by now.
+    fn pass_on(&self) {
+        let waiting = self.queue.waiting.lock();
+        if let Some((number, told)) = waiting.first_key_value()
+            && *number != self.number
+        {
+            told.notify_one();
+        }
+    }
 }
 
 impl Drop for Place<'_> {
@@ -80,6 +90,7 @@ impl Flow {
     pub async fn admit(
         &self,
         ticket: Ticket,
+        need: &Need,
         avoid: &Avoid,
         again: bool,
         until: Instant,
@@ -88,7 +99,7 @@ impl Flow {
             let mut waiting = self.queue.waiting.lock();
             // taken under the lock: two that come at once do not both get the last place
             if waiting.first_key_value().is_none_or(|(first, _)| ticket.0 < *first)
-                && let Look::Pair(lease) = self.engines.look(avoid, self.recompute())
+                && let Look::Pair(lease) = self.engines.look(need, avoid, self.recompute())
             {
                 return Ok(lease);
             }
@@ -114,7 +125,7 @@ impl Flow {
             if first {
                 // before the look: what comes up in between is then seen by the look
                 let known = [Side::Decode, Side::Prefill].map(|side| self.engines.known_since(side, asked));
-                match self.engines.look(avoid, self.recompute()) {
+                match self.engines.look(need, avoid, self.recompute()) {
                     Look::Pair(lease) => return Ok(lease),
                     Look::Full(at) => wake = at.map_or(until, |at| at.min(until)),
                     Look::NoDecode if known[0] => {
@@ -132,7 +143,7 @@ impl Flow {
                 });
             }
             tokio::select! {
-                () = self.engines.changed().room.notified(), if first => {}
+                () = self.engines.changed().room.notified(), if first => place.pass_on(),
                 () = place.told.notified() => {}
                 () = tokio::time::sleep_until(wake.into()) => {}
             }

@@ -1,11 +1,12 @@
 //! What is written down about a request: one log line and the counters, once, also when its client leaves half way.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use crate::error::RouterError;
-use crate::flow::Done;
-use crate::metrics::{CLIENT_GONE, Counted, Endpoint, Metrics, OK};
+use crate::flow::Progress;
+use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, Counted, Endpoint, Metrics, OK};
 
 /// An open account of one request. Dropped before it is closed, it says that the client left.
 #[derive(Debug)]
@@ -17,25 +18,24 @@ pub struct Account {
     /// When its head had come.
     pub came: Instant,
     stream: bool,
-    tokens: Option<(u32, u32)>,
-    attempts: u32,
-    first_token: Option<Duration>,
+    /// How far it is.
+    pub progress: Arc<Progress>,
+    cut_off: Arc<AtomicBool>,
     closed: bool,
     _in_flight: Counted,
 }
 
 impl Account {
-    /// Opens one.
-    pub fn open(metrics: &Arc<Metrics>, endpoint: Endpoint, request_id: String) -> Self {
+    /// Opens one. `cut_off` becomes true where this router closes the connection because its client takes nothing.
+    pub fn open(metrics: &Arc<Metrics>, endpoint: Endpoint, request_id: String, cut_off: Arc<AtomicBool>) -> Self {
         Self {
             metrics: Arc::clone(metrics),
             endpoint,
             request_id,
             came: Instant::now(),
             stream: false,
-            tokens: None,
-            attempts: 0,
-            first_token: None,
+            progress: Arc::default(),
+            cut_off,
             closed: false,
             _in_flight: Counted::new(&metrics.in_flight),
         }
@@ -46,14 +46,6 @@ impl Account {
         self.stream = true;
     }
 
-    /// Takes a finished choice.
-    pub fn add(&mut self, done: &Done) {
-        let (prompt, completion) = self.tokens.unwrap_or_default();
-        self.tokens = Some((prompt + done.prompt_tokens, completion + done.completion_tokens));
-        self.attempts = self.attempts.max(done.attempts);
-        self.first_token = self.first_token.or(done.first_token);
-    }
-
     /// The answer is complete.
     pub fn succeeded(mut self) {
         self.close(OK, None);
@@ -62,6 +54,11 @@ impl Account {
     /// The request failed.
     pub fn failed(mut self, error: &RouterError) {
         self.close(error.code(), Some(error));
+    }
+
+    /// This router cut its client off, because it took nothing of the answer.
+    pub fn stalled(mut self) {
+        self.close(CLIENT_STALLED, None);
     }
 
     fn close(&mut self, code: &'static str, error: Option<&RouterError>) {
@@ -78,10 +75,10 @@ impl Account {
             code,
             seconds,
             stream = self.stream,
-            first_token_seconds = self.first_token.map(|first| first.as_secs_f64()),
-            prompt_tokens = self.tokens.map(|tokens| tokens.0),
-            completion_tokens = self.tokens.map(|tokens| tokens.1),
-            attempts = self.attempts,
+            first_token_seconds = self.progress.first_token().map(|first| first.as_secs_f64()),
+            prompt_tokens = self.progress.prompt_tokens(),
+            completion_tokens = self.progress.completion_tokens(),
+            attempts = self.progress.attempts(),
             source = error.map(RouterError::source),
             error = error.map(tracing::field::display),
             "request"
@@ -92,7 +89,8 @@ impl Account {
 impl Drop for Account {
     fn drop(&mut self) {
         if !self.closed {
-            self.close(CLIENT_GONE, None);
+            let cut_off = self.cut_off.load(Ordering::Acquire);
+            self.close(if cut_off { CLIENT_STALLED } else { CLIENT_GONE }, None);
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::error::RouterError;
 
 /// From the head to the end of a request's body.
 const ARRIVAL: Duration = Duration::from_mins(1);
-/// A body over the limit is read on for so long, so that its sender gets to read the refusal instead of a reset.
+/// A body that is refused is read on for so long, so that its sender gets to read the refusal instead of a reset.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Reads a JSON body of at most `limit_bytes`.
@@ -27,6 +27,7 @@ pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -
         let text = declared.to_str().unwrap_or("?");
         let media = text.split(';').next().unwrap_or_default().trim();
         if !media.eq_ignore_ascii_case("application/json") {
+            linger(&mut body).await;
             return Err(RouterError::ContentType(text.to_owned()));
         }
     }
@@ -68,7 +69,8 @@ pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -
         .map_err(|_| RouterError::BodyTimeout(ARRIVAL))?
 }
 
-async fn linger(body: &mut Incoming) {
+/// Reads on for a while, for nothing but that.
+pub async fn linger(body: &mut Incoming) {
     let _ = tokio::time::timeout(LINGER, async { while let Some(Ok(_)) = body.frame().await {} }).await;
 }
 
@@ -97,23 +99,29 @@ pub struct Feed {
     stall: Duration,
 }
 
-/// The client took nothing for `--client-stall-ms`, or is gone.
-#[derive(Debug, Clone, Copy)]
-pub struct Stalled;
+/// Why no more of an answer can be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unsent {
+    /// The client took nothing for `--client-stall-ms`.
+    Stalled,
+    /// It is gone.
+    Gone,
+}
 
 /// Frames that wait for a slow reader; each is one token's chunk. What the sockets hold comes on top.
 const WAITING_FRAMES: usize = 32;
 
 impl Feed {
     /// Waits until the client has room for one more frame.
-    pub async fn send(&self, frame: Bytes) -> Result<(), Stalled> {
+    pub async fn send(&self, frame: Bytes) -> Result<(), Unsent> {
         match self.frames.try_send(frame) {
             Ok(()) => Ok(()),
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(Stalled),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(Unsent::Gone),
             Err(mpsc::error::TrySendError::Full(frame)) => {
                 match tokio::time::timeout(self.stall, self.frames.send(frame)).await {
                     Ok(Ok(())) => Ok(()),
-                    Ok(Err(_)) | Err(_) => Err(Stalled),
+                    Ok(Err(_)) => Err(Unsent::Gone),
+                    Err(_) => Err(Unsent::Stalled),
                 }
             }
         }

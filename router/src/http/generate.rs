@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use super::account::Account;
-use super::body::{Answer, Feed, Stalled, read};
+use super::body::{Answer, Feed, Unsent, read};
 use super::{App, routes};
 use crate::api::Head;
 use crate::api::answer::{Usage, Whole, whole};
@@ -18,7 +18,7 @@ use crate::api::chunks::{self, Chunks};
 use crate::api::prepare::{Origin, Prepared};
 use crate::api::request::{ChatBody, CompletionBody};
 use crate::error::RouterError;
-use crate::flow::{Choice, Done, Event, Spec};
+use crate::flow::{Choice, Done, Event, Progress, Spec};
 use crate::metrics::Endpoint;
 
 /// Chat.
@@ -46,7 +46,11 @@ pub async fn answer(
         came: open.came,
     };
     let limits = app.limits();
-    let prepared = match endpoint {
+    let Prepared {
+        specs,
+        stream: streamed,
+        include_usage,
+    } = match endpoint {
         Endpoint::Chat => app.text.chat(ChatBody::read(&bytes)?, &limits, origin).await?,
         Endpoint::Completions | Endpoint::Other => {
             app.text
@@ -56,12 +60,12 @@ pub async fn answer(
     };
     drop(bytes);
     let head = Head::new(endpoint, &limits.model);
-    let run = Run::new(app, prepared.specs.clone())?;
-    if prepared.stream {
+    let run = Run::new(app, specs, &open.progress)?;
+    if streamed {
         open.streamed();
-        stream(app, head, &prepared, run, account).await
+        stream(app, head, include_usage, run, account).await
     } else {
-        let choices = run.finish(open).await?;
+        let choices = run.finish().await?;
         Ok(routes::json(StatusCode::OK, whole(&head, &choices)))
     }
 }
@@ -75,12 +79,12 @@ struct Run {
 }
 
 impl Run {
-    fn new(app: &Arc<App>, specs: Vec<Spec>) -> Result<Self, RouterError> {
+    fn new(app: &Arc<App>, specs: Vec<Spec>, progress: &Arc<Progress>) -> Result<Self, RouterError> {
         let choices = specs.len();
         let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
         let mut all = Vec::with_capacity(choices);
         for (index, spec) in specs.into_iter().enumerate() {
-            let choice = Choice::new(Arc::clone(&app.flow), spec)?;
+            let choice = Choice::new(Arc::clone(&app.flow), spec, Arc::clone(progress))?;
             all.push(choice.events().map(move |event| (index, event)).boxed());
         }
         let events: Events = if choices == 1 {
@@ -110,7 +114,7 @@ impl Run {
         }
     }
 
-    async fn finish(mut self, account: &mut Account) -> Result<Vec<Whole>, RouterError> {
+    async fn finish(mut self) -> Result<Vec<Whole>, RouterError> {
         let mut texts = vec![String::new(); self.choices];
         let mut ends: Vec<Option<Done>> = vec![None; self.choices];
         let mut open = self.choices;
@@ -122,7 +126,6 @@ impl Run {
                 Event::Restarted => texts[index].clear(),
                 Event::Done(done) => {
                     texts[index].push_str(&done.text);
-                    account.add(&done);
                     ends[index] = Some(done);
                     open -= 1;
                 }
@@ -141,11 +144,11 @@ impl Run {
 async fn stream(
     app: &Arc<App>,
     head: Head,
-    prepared: &Prepared,
+    include_usage: bool,
     mut run: Run,
     account: &mut Option<Account>,
 ) -> Result<Response<Answer>, RouterError> {
-    let chunks = Chunks::new(&head, prepared.include_usage);
+    let chunks = Chunks::new(&head, include_usage);
     let first = match tokio::time::timeout(app.config.sse_comment(), run.next()).await {
         Ok(event) => Some(event?),
         Err(_) => None,
@@ -155,7 +158,7 @@ async fn stream(
     };
     let writer = Writer {
         chunks,
-        include_usage: prepared.include_usage,
+        include_usage,
         ends: Vec::new(),
         account,
     };
@@ -200,9 +203,12 @@ impl Writer {
                     feed.complete();
                 }
             }
-            Err(Stalled) => {
+            Err(Unsent::Stalled) => {
                 metrics.client_stalled.inc();
+                self.account.stalled();
             }
+            // its account is dropped, which says so
+            Err(Unsent::Gone) => {}
         }
     }
 
@@ -211,7 +217,7 @@ impl Writer {
         feed: &Feed,
         first: Option<(usize, Event)>,
         run: &mut Run,
-    ) -> Result<Result<(), RouterError>, Stalled> {
+    ) -> Result<Result<(), RouterError>, Unsent> {
         for index in 0..run.choices {
             if let Some(role) = self.chunks.role(index) {
                 feed.send(role).await?;
@@ -236,7 +242,7 @@ impl Writer {
         Ok(Ok(()))
     }
 
-    async fn event(&mut self, feed: &Feed, index: usize, event: Event) -> Result<(), Stalled> {
+    async fn event(&mut self, feed: &Feed, index: usize, event: Event) -> Result<(), Unsent> {
         match event {
             Event::Text(text) => feed.send(self.chunks.text(index, &text)).await,
             Event::Done(done) => {
@@ -244,7 +250,6 @@ impl Writer {
                     feed.send(self.chunks.text(index, &done.text)).await?;
                 }
                 feed.send(self.chunks.finish(index, done.finish)).await?;
-                self.account.add(&done);
                 self.ends.push(done);
                 Ok(())
             }

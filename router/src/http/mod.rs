@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::prepare::{Limits, TextWork};
 use crate::config::Config;
+use crate::engines::Side;
 use crate::flow::Flow;
 
 /// What every connection shares.
@@ -47,7 +48,7 @@ pub struct App {
 impl App {
     /// What requests are checked against now.
     pub fn limits(&self) -> Limits {
-        let engines = self.flow.engines.max_length_tokens();
+        let engines = self.flow.engines.longest(Side::Decode);
         let own = self.config.max_length_tokens;
         Limits {
             model: self.config.model_name.clone(),

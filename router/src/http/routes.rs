@@ -1,6 +1,7 @@
 //! Paths and methods.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use http::header::{self, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
@@ -8,7 +9,7 @@ use hyper::body::Incoming;
 use tandem_telemetry::State;
 
 use super::account::Account;
-use super::body::Answer;
+use super::body::{Answer, linger};
 use super::{App, generate};
 use crate::api::answer::Model;
 use crate::error::RouterError;
@@ -19,12 +20,14 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The stable machine code of an error.
 pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-tandem-error-code");
 
+const MODEL: &str = "/v1/models/";
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const OPEN_METRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
 
-/// Answers one request. Dropped when its client leaves, with all that it has begun.
-pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Response<Answer> {
+/// Answers one request. Dropped when its client leaves, with all that it has begun. `cut_off` is true once this router has
+/// closed the connection because the client takes nothing.
+pub async fn answer(app: Arc<App>, request: Request<Incoming>, cut_off: Arc<AtomicBool>) -> Response<Answer> {
     let request_id = request_id(request.headers());
     let path = request.uri().path();
     let endpoint = match path {
@@ -32,7 +35,7 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Response<Answe
         generate::COMPLETIONS => Endpoint::Completions,
         _ => Endpoint::Other,
     };
-    let mut account = Some(Account::open(&app.flow.metrics, endpoint, request_id.clone()));
+    let mut account = Some(Account::open(&app.flow.metrics, endpoint, request_id.clone(), cut_off));
     let head = request.method() == Method::HEAD;
     let mut response = match route(&app, endpoint, request, &mut account).await {
         Ok(response) => {
@@ -64,22 +67,15 @@ async fn route(
     request: Request<Incoming>,
     account: &mut Option<Account>,
 ) -> Result<Response<Answer>, RouterError> {
+    if let Err(error) = check(endpoint, &request) {
+        linger(&mut request.into_body()).await;
+        return Err(error);
+    }
     if endpoint != Endpoint::Other {
-        allow(&request, &Method::POST, "POST")?;
         return generate::answer(app, endpoint, request, account).await;
     }
     let path = request.uri().path();
-    let model = path.strip_prefix("/v1/models/");
-    let known = model.is_some() || matches!(path, "/v1/models" | "/health" | "/livez" | "/readyz" | "/metrics");
-    if !known {
-        return Err(RouterError::NoPath {
-            method: request.method().to_string(),
-            path: path.to_owned(),
-        });
-    }
-    if request.method() != Method::HEAD {
-        allow(&request, &Method::GET, "GET")?;
-    }
+    let model = path.strip_prefix(MODEL).map(decoded);
     let name = &app.config.model_name;
     match path {
         "/v1/models" => Ok(json(StatusCode::OK, this_model(app).to_list())),
@@ -94,14 +90,53 @@ async fn route(
             response.headers_mut().insert(header::CONTENT_TYPE, OPEN_METRICS);
             Ok(response)
         }
-        _ => match model.filter(|asked| asked == name) {
-            Some(_) => Ok(json(StatusCode::OK, this_model(app).to_json())),
-            None => Err(RouterError::UnknownModel {
-                asked: model.unwrap_or_default().to_owned(),
+        _ => match model.unwrap_or_default() {
+            asked if asked == *name => Ok(json(StatusCode::OK, this_model(app).to_json())),
+            asked => Err(RouterError::UnknownModel {
+                asked,
                 served: name.clone(),
             }),
         },
     }
+}
+
+/// Is there such a path, with this method?
+fn check(endpoint: Endpoint, request: &Request<Incoming>) -> Result<(), RouterError> {
+    if endpoint != Endpoint::Other {
+        return allow(request, &Method::POST, "POST");
+    }
+    let path = request.uri().path();
+    let known = path.starts_with(MODEL) || matches!(path, "/v1/models" | "/health" | "/livez" | "/readyz" | "/metrics");
+    if !known {
+        return Err(RouterError::NoPath {
+            method: request.method().to_string(),
+            path: path.to_owned(),
+        });
+    }
+    if request.method() == Method::HEAD {
+        return Ok(());
+    }
+    allow(request, &Method::GET, "GET")
+}
+
+/// A part of a path with each `%XX` as the byte that it stands for.
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let hex = |at: usize| tail.get(at).and_then(|&digit| char::from(digit).to_digit(16));
+        match hex(0).zip(hex(1)).filter(|_| first == b'%') {
+            Some((high, low)) => {
+                bytes.push((high * 16 + low) as u8);
+                rest = &tail[2..];
+            }
+            None => {
+                bytes.push(first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn this_model(app: &App) -> Model<'_> {
@@ -157,4 +192,24 @@ fn request_id(headers: &HeaderMap) -> String {
         .and_then(|value| value.to_str().ok())
         .filter(|id| (1..=128).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic()))
         .map_or_else(|| format!("req-{:032x}", rand::random::<u128>()), str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_decoded_once_and_what_is_no_escape_stays() {
+        for (text, expected) in [
+            ("plain", "plain"),
+            ("org%2Fmodel%20x", "org/model x"),
+            ("%252F", "%2F"),
+            ("%", "%"),
+            ("%4", "%4"),
+            ("%zz%41", "%zzA"),
+            ("%C3%A9", "é"),
+        ] {
+            assert_eq!(decoded(text), expected);
+        }
+    }
 }

@@ -94,12 +94,13 @@ async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
         // the client is gone already
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
     };
+    let cut_off = socket.cut_off();
     let asked = Arc::new(AtomicBool::new(false));
     let service = service_fn({
         let asked = Arc::clone(&asked);
         move |request| {
             asked.store(true, Ordering::Relaxed);
-            let answer = routes::answer(Arc::clone(&app), request);
+            let answer = routes::answer(Arc::clone(&app), request, Arc::clone(&cut_off));
             async { Ok::<_, Infallible>(answer.await) }
         }
     });

@@ -4,6 +4,8 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -21,6 +23,7 @@ pub struct Socket {
     waiting: Option<Pin<Box<Sleep>>>,
     /// Counts the clients that were cut off here.
     stalled: Counter,
+    cut_off: Arc<AtomicBool>,
 }
 
 impl Socket {
@@ -32,7 +35,13 @@ impl Socket {
             stall,
             waiting: None,
             stalled,
+            cut_off: Arc::default(),
         })
+    }
+
+    /// Becomes true before the client is cut off here.
+    pub fn cut_off(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.cut_off)
     }
 
     /// Starts, stops or reads the clock, as the write went.
@@ -47,6 +56,7 @@ impl Socket {
         if waiting.as_mut().poll(cx).is_ready() {
             self.waiting = None;
             self.stalled.inc();
+            self.cut_off.store(true, Ordering::Release);
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")));
         }
         Poll::Pending

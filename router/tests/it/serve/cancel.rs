@@ -135,7 +135,9 @@ proptest! {
                 .filter(|line| line.starts_with("tandem_router_requests_total{endpoint=\"chat\""))
                 .map(|line| line.rsplit(' ').next().unwrap().parse::<usize>().unwrap())
                 .sum();
-            assert!((1..=plan.len() + 1).contains(&counted));
+            // who left at once may not have been seen at all
+            let seen = plan.iter().filter(|(leave, _, _)| *leave != 1).count();
+            assert!((seen + 1..=plan.len() + 1).contains(&counted), "{counted} of {plan:?}");
         });
     }
 }

@@ -1,11 +1,19 @@
 //! Which engine gets a request.
 
 use serde_json::json;
-use tandem_wire::proto::Load;
+use tandem_wire::proto::{Load, Role};
 
 use super::client::events;
 use super::engine::{self, Mock, Shape, Step};
 use super::stack::stack;
+
+fn with_length(role: Role, max_length_tokens: u32) -> Mock {
+    Mock::start(Shape {
+        role,
+        max_length_tokens,
+        ..Shape::default()
+    })
+}
 
 #[tokio::test]
 async fn round_robin_does_not_take_turns() {
@@ -91,4 +99,69 @@ async fn load_is_reset_by_asking_an_engine_again() {
     assert_eq!(third.code(), "no_capacity");
     drop((held, second));
     stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn a_request_whose_kv_is_being_pulled_takes_two_places() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    decode.always(vec![Step::Started, Step::Hold]);
+    let mut open = Vec::new();
+    for running in 1..=Shape::default().max_running {
+        open.push(stack.client.streaming(json!({})).await);
+        decode.called(running as usize).await;
+        stack.knows_of(&decode, running).await;
+    }
+    assert_eq!(decode.open(), Shape::default().max_running as usize);
+    drop(open);
+    stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn the_places_of_an_engine_are_those_it_had_at_first() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &["--queue-ms=200"]).await;
+    decode.always(vec![Step::Started, Step::Hold]);
+    decode.report(Load {
+        max_running: 1,
+        waiting: 1,
+        ..Load::default()
+    });
+    stack.knows_of(&decode, 1).await;
+    assert_eq!(stack.client.chat(json!({})).await.code(), "no_capacity");
+    assert!(decode.calls().is_empty());
+}
+
+#[tokio::test]
+async fn a_long_request_is_refused_or_sent_where_it_does_not_fit_although_another_can_hold_it() {
+    let (short, long) = (with_length(Role::Decode, 120), with_length(Role::Decode, 512));
+    let (tiny, prefill) = (with_length(Role::Prefill, 4), engine::prefill());
+    let stack = stack(&[&tiny, &prefill], &[&short, &long], &["--policy=round-robin"]).await;
+    for _ in 0..4 {
+        assert_eq!(stack.client.chat(json!({"max_tokens": 200})).await.content(), "Paris");
+    }
+    assert!(short.calls().is_empty());
+    let peers = long.calls().into_iter().map(|call| call.prefill.unwrap().endpoint);
+    assert!(peers.into_iter().all(|peer| peer == prefill.endpoint()));
+    // a short one goes to either
+    for _ in 0..4 {
+        assert_eq!(stack.client.chat(json!({"max_tokens": 1})).await.content(), "Paris");
+    }
+    assert!(!short.calls().is_empty());
+    // while the one that could hold it is away, that is no fault of the request
+    long.kill();
+    let answer = stack.client.chat(json!({"max_tokens": 200})).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "no_decode_engine"));
+}
+
+#[tokio::test]
+async fn a_prompt_that_no_prefill_can_hold_is_told_to_come_again() {
+    let (tiny, decode) = (with_length(Role::Prefill, 4), engine::decode());
+    let stack = stack(&[&tiny], &[&decode], &[]).await;
+    let answer = stack.client.chat(json!({"max_tokens": 1})).await;
+    assert_eq!(
+        (answer.status, answer.code().as_str()),
+        (400, "context_length_exceeded")
+    );
+    assert!(decode.calls().is_empty());
 }

@@ -48,6 +48,8 @@ pub enum Step {
     /// Waits until the test lets it go on.
     Hold,
     Finish(finished::Cause),
+    /// The same by an engine that had to prefill in the stead of the one it was given.
+    Recomputed,
     /// A failure as last message.
     Fail(Failure),
     /// A failure instead of a stream; only as first step.
@@ -93,6 +95,8 @@ pub struct Shape {
     pub token_ms: u64,
     /// Keeps what it was asked.
     pub remembers: bool,
+    /// Reports its load once and never again.
+    pub mute: bool,
 }
 
 impl Default for Shape {
@@ -104,6 +108,7 @@ impl Default for Shape {
             max_length_tokens: 512,
             token_ms: 0,
             remembers: true,
+            mute: false,
         }
     }
 }
@@ -346,11 +351,16 @@ impl Engine for Service {
                         }
                     }
                     Step::Hold => inner.gate.acquire().await.unwrap().forget(),
-                    Step::Finish(cause) => {
+                    Step::Finish(_) | Step::Recomputed => {
+                        let (cause, recomputed) = match step {
+                            Step::Finish(cause) => (cause, false),
+                            _ => (finished::Cause::Stop, true),
+                        };
                         let usage = Usage {
                             prompt_tokens: prompt,
                             cached_tokens: 3,
                             completion_tokens: said,
+                            recomputed,
                             ..Usage::default()
                         };
                         yield event(Event::Finished(Finished { cause: cause.into(), usage: Some(usage) }));
@@ -394,12 +404,21 @@ impl Engine for Service {
         if request.get_ref().boot_id != self.0.boot.to_wire() {
             return Err(Failure::stale_boot(Source::Decode, &request.get_ref().boot_id, self.0.boot).to_status());
         }
+        let (role, mute) = (self.0.shape.role, self.0.shape.mute);
         let (mut load, mut counts) = (self.0.load.subscribe(), self.0.counts.subscribe());
         let events = async_stream::stream! {
             loop {
                 let mut now = load.borrow_and_update().clone();
-                now.running += counts.borrow_and_update().1 as u32;
+                let open = counts.borrow_and_update().1 as u32;
+                now.running += open;
+                if role == Role::Decode {
+                    // as if each were still being pulled: a part of those that run
+                    now.transferring += open;
+                }
                 yield Ok(now);
+                if mute {
+                    std::future::pending::<()>().await;
+                }
                 tokio::select! {
                     _ = load.changed() => {}
                     _ = counts.changed() => {}

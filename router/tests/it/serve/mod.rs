@@ -1,5 +1,6 @@
 //! The HTTP side against scripted engines over real gRPC, used by a real HTTP client.
 
+mod account;
 mod cancel;
 mod choosing;
 mod client;

@@ -213,3 +213,40 @@ async fn a_draining_engine_is_asked() {
     stack.becomes(|state| *state == tandem_telemetry::State::Ready).await;
     assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
 }
+
+#[tokio::test]
+async fn a_request_is_sent_again_and_again_to_an_engine_without_pages_for_it() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    let pages = |free_pages, waiting| Load {
+        running: 1,
+        waiting,
+        free_pages,
+        total_pages: 1_000,
+        ..Load::default()
+    };
+    decode.then(vec![Step::Refuse(failure(Reason::NoCapacity, Source::Decode))]);
+    decode.report(pages(1_000, 0));
+    stack.knows_of(&decode, 1).await;
+    let client = stack.client.clone();
+    let request = tokio::spawn(async move { client.chat(json!({"max_tokens": 300})).await });
+    decode.called(1).await;
+    stack.reaches("tandem_router_queue_depth", 1).await;
+    // each report ends the refusal; 18 pages of 16 tokens are too few for 300
+    for waiting in [1, 2, 1, 2, 1] {
+        decode.report(pages(18, waiting));
+        stack.knows_of(&decode, 1 + waiting).await;
+        assert_eq!(stack.sample("tandem_router_queue_depth"), 1);
+    }
+    assert_eq!(decode.calls().len(), 1);
+    decode.report(pages(100, 0));
+    assert_eq!(request.await.unwrap().content(), "Paris");
+    assert_eq!(decode.calls().len(), 2);
+    // where nothing runs, no page will become free by waiting
+    decode.report(Load {
+        running: 0,
+        ..pages(0, 0)
+    });
+    stack.knows_of(&decode, 0).await;
+    assert_eq!(stack.client.chat(json!({"max_tokens": 300})).await.content(), "Paris");
+}
