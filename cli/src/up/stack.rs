@@ -198,8 +198,6 @@ impl Stack {
             }
             first += count;
         }
-        self.state.phase = Phase::Ready;
-        self.write_state()?;
         self.say_engines().await;
         let seconds = began.elapsed().as_secs_f64();
         self.console
@@ -208,7 +206,9 @@ impl Stack {
         if !self.background {
             self.console.say("Ctrl-C stops it.\n");
         }
-        Ok(())
+        // Last, for others act on it, even by a signal.
+        self.state.phase = Phase::Ready;
+        self.write_state()
     }
 
     /// Hashes the model's file, if it has to be a certain one. Meanwhile the state is told and signals are heard.
