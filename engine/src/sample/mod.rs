@@ -11,11 +11,12 @@ use crate::exec::SampleParams;
 /// The token, or `None` if any logit is NaN or infinite. `candidates` is workspace, as long as `logits`.
 pub fn choose(logits: &[f32], params: &SampleParams, position: u32, candidates: &mut [(f32, u32)]) -> Option<u32> {
     let top = finite_max(logits)?;
-    if params.temperature <= 0.0 {
+    let inverse = 1.0 / params.temperature;
+    // below 2.9e-39 the inverse is infinite, and 0 x infinity is no weight
+    if params.temperature <= 0.0 || !inverse.is_finite() {
         return logits.iter().position(|&l| l >= top).map(|i| i as u32);
     }
     let draw = rng::uniform(params.seed, position);
-    let inverse = 1.0 / params.temperature;
     let weight = |l: f32| ((l - top) * inverse).exp();
     let total: f64 = logits.iter().map(|&l| f64::from(weight(l))).sum();
     if params.top_p >= 1.0 {
@@ -172,6 +173,20 @@ mod tests {
         for t in [0.25f32, 1.0, 4.0] {
             let p = 1.0 / (1.0 + f64::from(-1.0 / t).exp());
             assert!((share(t) - p).abs() < 0.04, "temperature {t}: {} for {p}", share(t));
+        }
+    }
+
+    #[test]
+    fn a_temperature_too_small_to_divide_by_takes_the_top() {
+        let mut logits = vec![-1.0; 40];
+        logits[7] = 3.0;
+        for temperature in [1e-45, 1e-40, 2.9e-39, 3e-39, f32::MIN_POSITIVE, 1e-20] {
+            for top_p in [1.0, 0.9, 1e-3] {
+                for position in 0..20 {
+                    let token = draw(&logits, &params(temperature, top_p, 4), position);
+                    assert_eq!(token, Some(7), "temperature {temperature}, top_p {top_p}");
+                }
+            }
         }
     }
 
