@@ -22,6 +22,16 @@ pub const KEY_BLOCK: usize = 64;
 /// Query vectors (tokens x heads of a group) of an attention tile.
 pub const QUERY_ROWS: usize = 48;
 
+/// The factor that norms a row of this mean of squares. NaN where the squares have no finite sum (values above 1.8e19): 1 / infinity
+/// would turn the row into zeros, and nobody would see that its numbers broke.
+pub fn inverse_rms(mean: f32, eps: f32) -> f32 {
+    if mean.is_finite() {
+        1.0 / (mean + eps).sqrt()
+    } else {
+        f32::NAN
+    }
+}
+
 /// An instruction set that has its own kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {

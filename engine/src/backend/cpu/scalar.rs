@@ -6,7 +6,7 @@ use std::slice::{from_raw_parts, from_raw_parts_mut};
 use half::{bf16, f16};
 
 use super::act::{BlockScale, Float, Int8, Int16};
-use super::kernels::{Attention, KEY_BLOCK, Kernels, Out, TINY};
+use super::kernels::{Attention, KEY_BLOCK, Kernels, Out, TINY, inverse_rms};
 use super::pack::{BLOCK, BYTE_BLOCK, LANES, NIBBLE_BLOCK, PanelKind, Panels};
 
 /// The table.
@@ -34,7 +34,7 @@ unsafe fn rms_norm(x: *const f32, w: *const f32, n: usize, eps: f32, out: *mut f
     // SAFETY: n values each.
     let (x, w, out) = unsafe { (from_raw_parts(x, n), from_raw_parts(w, n), from_raw_parts_mut(out, n)) };
     let mean = x.iter().map(|v| v * v).sum::<f32>() / n as f32;
-    let r = 1.0 / (mean + eps).sqrt();
+    let r = inverse_rms(mean, eps);
     for i in 0..n {
         out[i] = x[i] * r * w[i];
     }

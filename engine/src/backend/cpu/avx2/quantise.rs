@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::super::act::{BlockScale, Int8, Int16};
-use super::super::kernels::TINY;
+use super::super::kernels::{TINY, inverse_rms};
 use super::super::pack::BLOCK;
 use super::lanes::{exp, largest_bits, magnitude_bits, repeat, sum};
 
@@ -20,7 +20,7 @@ pub unsafe fn rms_norm(x: *const f32, w: *const f32, n: usize, eps: f32, out: *m
             }
         }
         let total = sum(_mm256_add_ps(_mm256_add_ps(s[0], s[1]), _mm256_add_ps(s[2], s[3])));
-        let r = _mm256_set1_ps(1.0 / (total / n as f32 + eps).sqrt());
+        let r = _mm256_set1_ps(inverse_rms(total / n as f32, eps));
         for i in (0..n).step_by(8) {
             let v = _mm256_mul_ps(_mm256_loadu_ps(x.add(i)), r);
             _mm256_storeu_ps(out.add(i), _mm256_mul_ps(v, _mm256_loadu_ps(w.add(i))));
