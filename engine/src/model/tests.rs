@@ -264,9 +264,22 @@ fn plain_forward(file: &tiny::File, s: Shape, ids: &[u32]) -> Vec<f64> {
         let r = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + 1e-5).sqrt();
         x.iter().zip(w).map(|(x, w)| x * r * w).collect()
     };
+    let rope_dim = file
+        .metadata
+        .iter()
+        .find_map(|(k, v)| match v {
+            tiny::Meta::U32(n) if k == "llama.rope.dimension_count" => Some(*n as usize),
+            _ => None,
+        })
+        .unwrap();
+    let factors = if file.tensors.iter().any(|t| t.name == "rope_freqs.weight") {
+        matrix("rope_freqs.weight").remove(0)
+    } else {
+        vec![1.0; rope_dim / 2]
+    };
     let rope = |x: &mut [f64], position: usize| {
-        for i in 0..s.head_dim / 2 {
-            let angle = position as f64 * 10_000f64.powf(-2.0 * i as f64 / s.head_dim as f64);
+        for i in 0..rope_dim / 2 {
+            let angle = position as f64 * 10_000f64.powf(-2.0 * i as f64 / rope_dim as f64) / factors[i];
             let (a, b) = (x[2 * i], x[2 * i + 1]);
             x[2 * i] = a * angle.cos() - b * angle.sin();
             x[2 * i + 1] = a * angle.sin() + b * angle.cos();
@@ -363,23 +376,27 @@ fn logits_are_those_of_the_plain_formulas() {
             32,
             &pages(0),
         );
-        let expected = plain_forward(&file, shape, &ids);
-        let (mut error, mut size) = (0.0, 0.0);
-        for (g, e) in got.iter().zip(&expected) {
-            error += (f64::from(f32::from_bits(*g)) - e).powi(2);
-            size += e.powi(2);
-        }
-        let relative = (error / size).sqrt();
+        let relative = distance(&got, &plain_forward(&file, shape, &ids));
         assert!(relative < bound, "{shape:?} {kind:?}: relative error {relative}");
     }
 }
 
+/// The distance of logits, as bits, from the plain ones, relative to the latter.
+fn distance(got: &[u32], expected: &[f64]) -> f64 {
+    let (mut error, mut size) = (0.0, 0.0);
+    for (g, e) in got.iter().zip(expected) {
+        error += (f64::from(f32::from_bits(*g)) - e).powi(2);
+        size += e.powi(2);
+    }
+    (error / size).sqrt()
+}
+
 #[test]
-fn rope_factors_and_partial_rotation_change_the_answer() {
+fn rope_factors_and_partial_rotation_are_those_of_the_plain_formulas() {
     let dir = tempfile::tempdir().unwrap();
     let shape = Shape::SMALL;
     let ids = prompt(40, 8, shape.vocab);
-    let mut file = tiny::llama(shape, Kind::F32, Kind::F32, 1);
+    let whole = tiny::llama(shape, Kind::F32, Kind::F32, 1);
     let run = |file: &tiny::File| {
         feed(
             &mut cpu(&file.write(dir.path()), 1, Isa::detect()),
@@ -389,27 +406,39 @@ fn rope_factors_and_partial_rotation_change_the_answer() {
             &pages(0),
         )
     };
-    let plain = run(&file);
-    let factors = |file: &mut tiny::File, v: f32| {
-        file.tensors.retain(|t| t.name != "rope_freqs.weight");
-        let bytes = Kind::F32.encode(&[v; 8]);
-        file.tensors.push(tiny::Tensor {
-            name: "rope_freqs.weight".into(),
-            kind: 0,
-            dims: vec![8],
-            bytes,
-        });
-    };
-    factors(&mut file, 1.0);
-    assert_eq!(run(&file), plain);
-    factors(&mut file, 8.0);
-    assert_ne!(run(&file), plain);
-    factors(&mut file, 1.0);
-    file.set("llama.rope.dimension_count", tiny::Meta::U32(8));
-    let partial = file.tensor("rope_freqs.weight");
-    partial.dims = vec![4];
-    partial.bytes.truncate(16);
-    assert_ne!(run(&file), plain);
+    let plain = run(&whole);
+    let cases: [(u32, &[f32]); 5] = [
+        (16, &[1.0; 8]),
+        (16, &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]),
+        (16, &[8.0; 8]),
+        (8, &[]),
+        (8, &[0.5, 1.0, 2.0, 4.0]),
+    ];
+    for (rope_dim, factors) in cases {
+        let mut file = whole.clone();
+        file.set("llama.rope.dimension_count", tiny::Meta::U32(rope_dim));
+        if !factors.is_empty() {
+            file.tensors.push(tiny::Tensor {
+                name: "rope_freqs.weight".into(),
+                kind: 0,
+                dims: vec![factors.len() as u64],
+                bytes: Kind::F32.encode(factors),
+            });
+        }
+        let (got, expected) = (run(&file), plain_forward(&file, shape, &ids));
+        let relative = distance(&got, &expected);
+        assert!(
+            relative < 2e-3,
+            "{rope_dim} rotated by {factors:?}: relative error {relative}"
+        );
+        // far from the answer without them, or this would prove nothing
+        if factors.iter().any(|f| *f > 1.0) || rope_dim < 16 {
+            let away = distance(&plain, &expected);
+            assert!(away > 1e-2, "{rope_dim} rotated by {factors:?}: only {away} away");
+        } else {
+            assert_eq!(got, plain);
+        }
+    }
 }
 
 #[test]
