@@ -8,6 +8,7 @@
 //! | `act.rs` | activations in the form that a matrix wants |
 //! | `kv.rs` | the paged KV pool and its canonical bytes |
 //! | `kernels.rs` | the table of kernels, one per instruction set: `scalar.rs`, `avx2/`, `avx512/` |
+//! | `check.rs` | do an op's buffers, weights and bounds go together |
 //! | `step.rs` | the ops, as each worker runs its share of them |
 //!
 //! All workers run the whole list of ops, each its fixed share, with a barrier where one reads what another wrote.
@@ -15,6 +16,7 @@
 mod act;
 mod avx2;
 mod avx512;
+mod check;
 mod device;
 mod kernels;
 mod kv;

@@ -4,7 +4,7 @@
 //! is a function of one row, one head or one panel, so the number of workers never shows in a result.
 
 use super::act::{Act, ActKind};
-use super::device::{Device, Scratch, Weight};
+use super::device::{Device, Scratch};
 use super::kernels::{Attention, Out, QUERY_ROWS};
 use super::pack::{BLOCK, LANES, Panels};
 use super::pool::{Barrier, share};
@@ -77,140 +77,6 @@ struct Item<'a> {
     head: usize,
     token: usize,
     tokens: usize,
-}
-
-impl Device {
-    pub(super) fn matrix(&self, id: WeightId) -> &Panels {
-        match &self.weights[id.0 as usize] {
-            Weight::Matrix(p) => p,
-            Weight::Vector(_) => panic!("weight {id:?} is a vector, a matrix is needed"),
-        }
-    }
-
-    fn vector(&self, id: WeightId) -> &[f32] {
-        match &self.weights[id.0 as usize] {
-            Weight::Vector(v) => v,
-            Weight::Matrix(_) => panic!("weight {id:?} is a matrix, a vector is needed"),
-        }
-    }
-
-    /// An op whose buffers are too small for its bounds is a defect of the model's code.
-    pub(super) fn check(&self, op: &Op) {
-        let floats = |id: BufferId, least_rows: usize, columns: usize| match self.buffers[id.0 as usize].shape {
-            BufferShape::F32 { rows, cols } => {
-                assert!(
-                    rows >= least_rows && cols == columns,
-                    "{op:?}: {id:?} is {rows} x {cols}"
-                );
-            }
-            other => panic!("{op:?}: {id:?} is {other:?}"),
-        };
-        let act = |id: BufferId, least_rows: usize, inputs: usize| match self.buffers[id.0 as usize].shape {
-            BufferShape::Activation { rows, k } => {
-                assert!(rows >= least_rows && k == inputs, "{op:?}: {id:?} is {rows} x {k}");
-            }
-            other => panic!("{op:?}: {id:?} is {other:?}"),
-        };
-        let padded = |w: &Panels| w.panels() * LANES;
-        match *op {
-            Op::Embed { table, x, rows, .. } => floats(x, rows, self.matrix(table).k()),
-            Op::NormMatmul {
-                x,
-                norm,
-                w,
-                act: a,
-                out,
-                rows,
-                ..
-            } => {
-                let w = self.matrix(w);
-                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
-                floats(x, rows, w.k());
-                act(a, rows, w.k());
-                floats(out, rows, padded(w));
-            }
-            Op::RopeWrite {
-                qkv,
-                rope,
-                layer,
-                heads,
-                rows,
-                ..
-            } => {
-                floats(qkv, rows, (heads.query + 2 * heads.kv) * heads.dim);
-                assert!(self.vector(rope).len().is_multiple_of(heads.dim), "{op:?}");
-                self.check_kv(op, layer, heads);
-            }
-            Op::Attend {
-                qkv,
-                layer,
-                heads,
-                work,
-                out,
-                next,
-                rows,
-                ..
-            } => {
-                let k = heads.query * heads.dim;
-                floats(qkv, rows, (heads.query + 2 * heads.kv) * heads.dim);
-                floats(work, rows, k);
-                act(out, rows, k);
-                assert_eq!(self.matrix(next).k(), k, "{op:?}");
-                self.check_kv(op, layer, heads);
-            }
-            Op::Project { act: a, w, x, rows, .. } => {
-                let w = self.matrix(w);
-                act(a, rows, w.k());
-                floats(x, rows, padded(w));
-            }
-            Op::NormGateUp {
-                x,
-                norm,
-                w,
-                act: a,
-                work,
-                out,
-                next,
-                rows,
-                ..
-            } => {
-                let (w, next) = (self.matrix(w), self.matrix(next));
-                assert!(w.n() == 2 * next.k() && next.k().is_multiple_of(BLOCK), "{op:?}");
-                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
-                floats(x, rows, w.k());
-                act(a, rows, w.k());
-                floats(work, rows, next.k());
-                act(out, rows, next.k());
-            }
-            Op::Head {
-                x,
-                norm,
-                w,
-                act: a,
-                logits,
-                outs,
-                ..
-            } => {
-                let w = self.matrix(w);
-                assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
-                floats(x, outs, w.k());
-                act(a, outs, w.k());
-                floats(logits, outs, padded(w));
-            }
-            Op::Sample {
-                logits, vocab, outs, ..
-            } => floats(logits, outs, vocab.next_multiple_of(LANES)),
-            Op::AllReduce { .. } | Op::LayerDone { .. } => {}
-        }
-    }
-
-    fn check_kv(&self, op: &Op, layer: usize, heads: Heads) {
-        let shape = self.kv.as_ref().map(|p| p.shape());
-        assert!(
-            shape.is_some_and(|s| s.heads == heads && layer < s.layers),
-            "{op:?}: the KV pool is {shape:?}"
-        );
-    }
 }
 
 impl<'a> Worker<'a> {
