@@ -215,7 +215,18 @@ impl<'a> Header<'a> {
                 return Err(self.damaged(format!("tensor {name:?} is there twice")));
             }
         }
+        self.no_overlap(&tensors)?;
         Ok((metadata, tensors))
+    }
+
+    /// Each byte belongs to one tensor at most, so all tensors together are no longer than the file.
+    fn no_overlap(&self, tensors: &BTreeMap<String, TensorInfo>) -> Result<(), LoadError> {
+        let mut places: Vec<_> = tensors.iter().collect();
+        places.sort_unstable_by_key(|(_, t)| t.start);
+        match places.windows(2).find(|w| w[0].1.start + w[0].1.len > w[1].1.start) {
+            None => Ok(()),
+            Some(w) => Err(self.damaged(format!("tensors {} and {} overlap", w[0].0, w[1].0))),
+        }
     }
 
     fn tensor_entry(

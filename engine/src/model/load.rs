@@ -21,6 +21,13 @@ use crate::exec::{Executor, ModelSpec};
 /// A KV cache that holds fewer tokens, and fewer than the model takes, is a mistake unless the length is asked for.
 const LEAST_TOKENS: usize = 512;
 
+/// The most tokens of a KV page.
+pub const MAX_PAGE_TOKENS: u32 = 1024;
+/// The most tokens of one step.
+pub const MAX_STEP_TOKENS: u32 = 65_536;
+/// The most sequences of one step.
+pub const MAX_STEP_SEQS: u32 = 4_096;
+
 /// How much KV cache to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvBudget {
@@ -155,20 +162,24 @@ impl Sizes {
                 why: why.to_owned(),
             })
         };
-        if o.page_tokens == 0 || !o.page_tokens.is_multiple_of(8) || o.page_tokens > 1024 {
+        if o.page_tokens == 0 || !o.page_tokens.is_multiple_of(8) || o.page_tokens > MAX_PAGE_TOKENS {
             return refuse(
                 "--page-tokens",
                 o.page_tokens.to_string(),
-                "a multiple of 8 up to 1024 is needed",
+                &format!("a multiple of 8 up to {MAX_PAGE_TOKENS} is needed"),
             );
         }
-        if !(1..=1 << 16).contains(&o.max_step_tokens) || !(1..=1 << 16).contains(&o.max_step_seqs) {
-            let value = format!("{} and {}", o.max_step_tokens, o.max_step_seqs);
-            return refuse(
-                "step tokens and sequences",
-                value,
-                "each is at least 1 and at most 65536",
-            );
+        for (option, value, most) in [
+            ("--step-tokens", o.max_step_tokens, MAX_STEP_TOKENS),
+            ("--max-running", o.max_step_seqs, MAX_STEP_SEQS),
+        ] {
+            if !(1..=most).contains(&value) {
+                return refuse(
+                    option,
+                    value.to_string(),
+                    &format!("at least 1 and at most {most} are needed"),
+                );
+            }
         }
         if !(1..=1024).contains(&o.threads) {
             return refuse(
@@ -196,6 +207,11 @@ impl Sizes {
             );
             return refuse(option, value, &why);
         }
+        let Some(kv_bytes) = pages.checked_mul(page_bytes) else {
+            let (option, value) = o.kv.flag();
+            let why = format!("makes {pages} pages of {page_bytes} bytes, more than 64 bits can count; lower it");
+            return refuse(option, value, &why);
+        };
         let pool_tokens = pages as usize * o.page_tokens as usize;
         let max_length = match o.max_length_tokens.map(|n| n as usize) {
             None if pool_tokens < c.max_position_embeddings.min(LEAST_TOKENS) => {
@@ -241,7 +257,7 @@ impl Sizes {
             seq_pages: max_length.div_ceil(o.page_tokens as usize),
         };
         let sizes = Self { kv, max_length, bounds };
-        sizes.check_memory(o, c, gguf, pages * page_bytes)?;
+        sizes.check_memory(o, c, gguf, kv_bytes)?;
         Ok(sizes)
     }
 
@@ -376,7 +392,7 @@ impl<'a, B: Backend> Weights<'a, B> {
         self.used.insert(name.to_owned());
         self.done += bytes.len();
         let all = self.gguf.bytes().len().max(1);
-        // the rest is making tables and waiting for the hash
+        // tensors neither overlap nor are taken twice; the rest is making tables and waiting for the hash
         (self.progress)((self.done as u64 * 98 / all as u64) as u8 + 1);
         Ok((info, bytes))
     }

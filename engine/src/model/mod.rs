@@ -28,5 +28,5 @@ mod tests;
 mod tiny;
 
 pub use error::LoadError;
-pub use load::{KvBudget, LoadOptions, load};
+pub use load::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_STEP_SEQS, MAX_STEP_TOKENS, load};
 pub use tensor::{Dtype, dequantise_row};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use tandem_telemetry::LogFormat;
 
-use crate::model::{KvBudget, LoadOptions};
+use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
 use crate::sched::knobs::MAX_TIMER_MS;
 use crate::sched::{Role, SchedKnobs};
 use crate::transfer::{KeepAlive, TimerValues};
@@ -65,13 +65,13 @@ pub struct Flags {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub max_length_tokens: Option<u32>,
     /// The most prompt tokens of one sequence in one step
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = count(1, MAX_STEP_TOKENS))]
     pub chunked_prefill_tokens: u32,
     /// The most sequences at once
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4_096))]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = count(1, MAX_STEP_SEQS))]
     pub max_running: u32,
     /// The token budget of one step [default: a chunk and a token for each sequence]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=131_072))]
+    #[arg(long, value_name = "N", value_parser = count(2, MAX_STEP_TOKENS))]
     pub step_tokens: Option<u32>,
     /// Neither keep nor match prefixes
     #[arg(long)]
@@ -115,10 +115,14 @@ fn millis() -> clap::builder::RangedU64ValueParser<u64> {
     clap::value_parser!(u64).range(1..=MAX_TIMER_MS)
 }
 
+fn count(least: u32, most: u32) -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(i64::from(least)..=i64::from(most))
+}
+
 fn page_tokens(text: &str) -> Result<u32, String> {
     let tokens: u32 = text.parse().map_err(|e| format!("{e}"))?;
-    if tokens == 0 || tokens > 4_096 || !tokens.is_multiple_of(8) {
-        return Err(format!("{tokens} is not a multiple of 8 in 8..=4096"));
+    if tokens == 0 || tokens > MAX_PAGE_TOKENS || !tokens.is_multiple_of(8) {
+        return Err(format!("{tokens} is not a multiple of 8 in 8..={MAX_PAGE_TOKENS}"));
     }
     Ok(tokens)
 }
@@ -155,7 +159,7 @@ impl Flags {
             max_running: self.max_running,
             step_tokens: self
                 .step_tokens
-                .unwrap_or(self.chunked_prefill_tokens + self.max_running),
+                .unwrap_or(MAX_STEP_TOKENS.min(self.chunked_prefill_tokens + self.max_running)),
             prefix_cache: !self.no_prefix_cache,
             prefill_queue: self.prefill_queue,
             queue_ms: self.queue_ms,
@@ -280,7 +284,7 @@ mod tests {
             ("--queue-ms", "0"),
             ("--stall-ms", "0"),
             ("--watchdog-ms", "86400001"),
-            ("--keepalive-timeout-ms", "-1"),
+            ("--keepalive-timeout-ms", "0"),
             ("--advertise-data", "host"),
             ("--listen", "localhost"),
             ("--log-format", "xml"),

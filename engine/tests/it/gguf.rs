@@ -227,6 +227,45 @@ fn other_files_are_told_from_damaged_ones() {
     assert!(Gguf::open(dir.path()).is_err());
 }
 
+/// Makes tensor `name` of a file's bytes begin where the first tensor does.
+fn move_to_the_first(bytes: &mut [u8], name: &str) {
+    let entry = [&(name.len() as u64).to_le_bytes(), name.as_bytes()].concat();
+    let at = bytes.windows(entry.len()).position(|w| w == entry).unwrap() + entry.len();
+    let dims = u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    // the number of dimensions, the dimensions and the type come before it
+    bytes[at + 4 + 8 * dims + 4..][..8].fill(0);
+}
+
+#[test]
+fn tensors_that_lie_on_each_other_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = tiny::llama(Shape { layers: 8, ..SHAPE }, Kind::F32, Kind::F32, 1);
+    let path = file.write(dir.path());
+    let mut bytes = file.bytes();
+    // all in one place, and nothing after it: read so often, progress by bytes would pass 255 percent
+    for t in &file.tensors {
+        move_to_the_first(&mut bytes, &t.name);
+    }
+    let lengths = || file.tensors.iter().map(|t| t.bytes.len());
+    bytes.truncate(bytes.len() - lengths().sum::<usize>() + lengths().max().unwrap());
+    std::fs::write(&path, &bytes).unwrap();
+    let mut told = Vec::new();
+    let e = load(&options(&path), &mut |p| told.push(p)).err();
+    let e = e
+        .unwrap_or_else(|| panic!("loaded, with progress {told:?}"))
+        .to_string();
+    assert!(e.contains("overlap"), "{e}");
+    // one pair, by name
+    let mut bytes = file.bytes();
+    move_to_the_first(&mut bytes, "blk.3.ffn_down.weight");
+    std::fs::write(&path, &bytes).unwrap();
+    let e = load(&options(&path), &mut |_| {}).err().expect("an error").to_string();
+    assert!(
+        e.contains("token_embd.weight") && e.contains("blk.3.ffn_down.weight") && e.contains("overlap"),
+        "{e}"
+    );
+}
+
 #[test]
 fn another_architecture_is_named() {
     let e = error(|f| f.set("general.architecture", Meta::Text("mamba".into())));
@@ -381,6 +420,32 @@ fn options_that_do_not_fit_are_refused_by_flag() {
         e.contains("--kv-pages 31") && e.contains("holds 496 tokens") && e.contains("--max-length-tokens 496"),
         "{e}"
     );
+    for (more, said) in [
+        (
+            LoadOptions {
+                page_tokens: 1032,
+                ..base.clone()
+            },
+            "--page-tokens 1032",
+        ),
+        (
+            LoadOptions {
+                max_step_tokens: 65_537,
+                ..base.clone()
+            },
+            "--step-tokens 65537",
+        ),
+        (
+            LoadOptions {
+                max_step_seqs: 4_097,
+                ..base.clone()
+            },
+            "--max-running 4097",
+        ),
+    ] {
+        let e = refused(more);
+        assert!(e.contains(said), "{e} / {said}");
+    }
     // more than any machine has
     let e = refused(LoadOptions {
         kv: KvBudget::Mib(1 << 34),
@@ -388,6 +453,28 @@ fn options_that_do_not_fit_are_refused_by_flag() {
         ..base
     });
     assert!(e.contains("MiB are available") || e.contains("2^32 tokens"), "{e}");
+}
+
+#[test]
+fn more_kv_bytes_than_64_bits_count_are_refused_by_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut file = small();
+    for (key, value) in [
+        ("llama.block_count", 4096),
+        ("llama.attention.head_count", 1 << 16),
+        ("llama.attention.head_count_kv", 1 << 16),
+        ("llama.attention.key_length", 1 << 16),
+        ("llama.attention.value_length", 1 << 16),
+    ] {
+        file.set(key, Meta::U32(value));
+    }
+    let o = LoadOptions {
+        kv: KvBudget::Pages(4_000_000),
+        page_tokens: 1024,
+        ..options(&file.write(dir.path()))
+    };
+    let e = load(&o, &mut |_| {}).err().unwrap().to_string();
+    assert!(e.contains("--kv-pages 4000000"), "{e}");
 }
 
 #[test]
