@@ -64,8 +64,8 @@ impl Engine for EngineService {
         let knobs = shared
             .all_knobs()
             .with(&change, shared.scheduler.spec())
-            .and_then(|knobs| shared.scheduler.set_knobs(knobs.sched).map(|()| knobs))
-            .map_err(|range| shared.failure(Reason::Invalid, range.to_string()).to_status())?;
+            .and_then(|knobs| Ok(shared.scheduler.set_knobs(knobs.sched).map(|()| knobs)?))
+            .map_err(|refused| shared.failure(Reason::Invalid, refused.to_string()).to_status())?;
         shared.timers.update(|timers| *timers = knobs.timers);
         tracing::info!(?knobs, "knobs changed");
         Ok(Response::new(knobs.to_wire()))

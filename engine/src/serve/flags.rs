@@ -149,6 +149,17 @@ impl Flags {
                 "--keepalive-timeout-ms is {timeout}: give more than --keepalive-interval-ms, which is {interval}"
             ));
         }
+        if let Err(order) = self.timers().check_order() {
+            return Err(format!("--stall-ms and --watchdog-ms: {order}"));
+        }
+        // a drain of 0 waits for nothing
+        let (drain, watchdog) = (self.drain_ms, self.watchdog_ms);
+        if drain > 0 && drain <= watchdog {
+            return Err(format!(
+                "--drain-ms is {drain}: give more than --watchdog-ms, which is {watchdog}, or a drain ends before what hangs is \
+                 found; or give 0 to wait for nothing"
+            ));
+        }
         Ok(())
     }
 
@@ -230,6 +241,24 @@ mod tests {
         for timeout in ["--keepalive-timeout-ms=5000", "--keepalive-timeout-ms=1"] {
             let error = parse(&[timeout]).unwrap().check().unwrap_err();
             assert!(error.contains("--keepalive-timeout-ms"), "{error}");
+        }
+    }
+
+    #[test]
+    fn timers_that_hide_one_another_are_refused_by_name() {
+        for (flags, named) in [
+            (&["--stall-ms=60000"][..], ["--stall-ms", "--watchdog-ms"]),
+            (&["--watchdog-ms=10000"], ["--stall-ms", "--watchdog-ms"]),
+            (&["--watchdog-ms=90000"], ["--drain-ms", "--watchdog-ms"]),
+            (&["--drain-ms=60000"], ["--drain-ms", "--watchdog-ms"]),
+        ] {
+            let error = parse(flags).unwrap().check().unwrap_err();
+            for name in named {
+                assert!(error.contains(name), "{flags:?}: {error}");
+            }
+        }
+        for good in [&["--drain-ms=0"][..], &["--drain-ms=60001"], &["--watchdog-ms=10001"]] {
+            assert_eq!(parse(good).unwrap().check(), Ok(()), "{good:?}");
         }
     }
 

@@ -7,7 +7,18 @@ use tandem_wire::proto;
 use crate::exec::ModelSpec;
 use crate::sched::knobs::MAX_TIMER_MS;
 use crate::sched::{KnobRange, SchedKnobs};
-use crate::transfer::TimerValues;
+use crate::transfer::{TimerOrder, TimerValues};
+
+/// A change of knobs that is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum KnobError {
+    /// One is out of range.
+    #[error(transparent)]
+    Range(#[from] KnobRange),
+    /// Two do not go together.
+    #[error(transparent)]
+    Order(#[from] TimerOrder),
+}
 
 /// Every hot knob of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,8 +48,8 @@ impl AllKnobs {
         }
     }
 
-    /// With the fields that `change` sets; the error names the first that is out of range.
-    pub fn with(&self, change: &proto::Knobs, spec: &ModelSpec) -> Result<Self, KnobRange> {
+    /// With the fields that `change` sets; the error names the first that is out of range, or two that do not go together.
+    pub fn with(&self, change: &proto::Knobs, spec: &ModelSpec) -> Result<Self, KnobError> {
         let timer = |name, value: Option<u64>, old: Duration| match value {
             None => Ok(old),
             Some(ms) => KnobRange::check(name, ms, 1, MAX_TIMER_MS).map(|()| Duration::from_millis(ms)),
@@ -53,17 +64,16 @@ impl AllKnobs {
             queue_ms: change.queue_ms.unwrap_or(old.queue_ms),
         };
         sched.check(spec)?;
-        Ok(Self {
-            sched,
-            timers: TimerValues {
-                // one timer to those who set it: decode waits no longer for a queued prefill than prefill queues it
-                queue: Duration::from_millis(sched.queue_ms),
-                rendezvous: timer("rendezvous_ms", change.rendezvous_ms, self.timers.rendezvous)?,
-                progress: timer("progress_ms", change.progress_ms, self.timers.progress)?,
-                stall: timer("stall_ms", change.stall_ms, self.timers.stall)?,
-                watchdog: timer("watchdog_ms", change.watchdog_ms, self.timers.watchdog)?,
-                lease: timer("lease_ms", change.lease_ms, self.timers.lease)?,
-            },
-        })
+        let timers = TimerValues {
+            // one timer to those who set it: decode waits no longer for a queued prefill than prefill queues it
+            queue: Duration::from_millis(sched.queue_ms),
+            rendezvous: timer("rendezvous_ms", change.rendezvous_ms, self.timers.rendezvous)?,
+            progress: timer("progress_ms", change.progress_ms, self.timers.progress)?,
+            stall: timer("stall_ms", change.stall_ms, self.timers.stall)?,
+            watchdog: timer("watchdog_ms", change.watchdog_ms, self.timers.watchdog)?,
+            lease: timer("lease_ms", change.lease_ms, self.timers.lease)?,
+        };
+        timers.check_order()?;
+        Ok(Self { sched, timers })
     }
 }

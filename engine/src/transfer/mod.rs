@@ -36,5 +36,5 @@ pub use metrics::TransferMetrics;
 pub use peers::HTTP2_FRAME_BYTES;
 pub use pull::{Phase, PullRequest, Pulled, Puller, PullerConfig};
 pub use source::{ControlPort, DataPort, Source, SourceConfig};
-pub use timers::{KeepAlive, TimerValues, Timers};
+pub use timers::{KeepAlive, TimerOrder, TimerValues, Timers};
 pub use watchdog::{Sweep, Watchdog};

@@ -35,7 +35,29 @@ impl Default for TimerValues {
     }
 }
 
+/// Two timers of which the first would never end a wait: the second ends it before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("stall_ms is {stall_ms}, it must be less than watchdog_ms, which is {watchdog_ms}: else no stall is told as one")]
+pub struct TimerOrder {
+    stall_ms: u128,
+    watchdog_ms: u128,
+}
+
 impl TimerValues {
+    /// Each timer can end the waits that it is there for.
+    ///
+    /// # Errors
+    /// Names the two that cannot be so.
+    pub fn check_order(&self) -> Result<(), TimerOrder> {
+        if self.stall < self.watchdog {
+            return Ok(());
+        }
+        Err(TimerOrder {
+            stall_ms: self.stall.as_millis(),
+            watchdog_ms: self.watchdog.as_millis(),
+        })
+    }
+
     /// What decode is told of the lease: it renews three times in this, and that must also satisfy the watchdog.
     pub(super) fn renewed_within(&self) -> Duration {
         self.lease.min(self.watchdog)
