@@ -182,6 +182,7 @@ impl HandOff {
             knobs,
             timers: TimerValues::default(),
             keep_alive: KeepAlive::default(),
+            reader_stall: tandem_engine::serve::node::READER_STALL,
             advertise: None,
         };
         let node = Node::start(

@@ -1,7 +1,8 @@
 //! One request: admission at once, the prompt's KV pulled or computed, tokens, usage.
 //!
 //! The request runs in a task of its own, not in the response stream: a reader that stops reading stops neither timers nor
-//! deadline. The task ends when the reader is gone, and everything that the request holds goes with it.
+//! deadline. The task ends when the reader is gone or reads nothing for too long, and everything that the request holds goes
+//! with it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,10 +23,10 @@ use crate::transfer::{PullRequest, Pulled};
 const EVENTS: usize = 16;
 /// No model has more.
 const MAX_STOP_TOKENS: usize = 256;
+/// The last event may be waited for so long after the request's own time is over.
+const LAST_WORD: Duration = Duration::from_secs(2);
 /// Longer request ids are cut.
 const MAX_REQUEST_ID: usize = 128;
-
-type Events = mpsc::Sender<Result<GenerateEvent, Status>>;
 
 /// The reader of the events is gone.
 struct Gone;
@@ -54,12 +55,17 @@ pub(super) fn start(
         max_new_tokens: asked.stops.max_new_tokens,
         pulled: asked.peer.is_some(),
     })?;
-    let (events, reader) = mpsc::channel(EVENTS);
+    let (sender, reader) = mpsc::channel(EVENTS);
+    let gone = sender.clone();
+    let events = Events {
+        sender,
+        stall: shared.reader_stall,
+        deadline: asked.deadline,
+    };
     let shared = Arc::clone(shared);
     let (tracker, under_way) = (shared.requests.clone(), UnderWay::new(&shared));
     tracker.spawn(async move {
         let _under_way = under_way;
-        let gone = events.clone();
         tokio::select! {
             biased;
             () = gone.closed() => tracing::debug!("the caller left"),
@@ -67,7 +73,9 @@ pub(super) fn start(
                 let failure = shared.last_word();
                 let _ = fail(&events, &failure).await;
             }
-            _ = serve(&shared, asked, admitted, &events) => {}
+            told = serve(&shared, asked, admitted, &events) => if told.is_ok() {
+                events.taken().await;
+            },
         }
     });
     Ok(ReceiverStream::new(reader))
@@ -122,11 +130,37 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
     })
 }
 
+/// Where the events of one request go.
+struct Events {
+    sender: mpsc::Sender<Result<GenerateEvent, Status>>,
+    /// A reader that takes nothing for so long is gone, though it may answer pings.
+    stall: Duration,
+    deadline: Option<Instant>,
+}
+
+impl Events {
+    /// How long the reader has from now on: not beyond the request's time, but time enough to take the word that it is over.
+    fn patience(&self) -> Duration {
+        let left = self.deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        left.map_or(self.stall, |left| left.max(LAST_WORD).min(self.stall))
+    }
+
+    /// Waits until the reader took every event: what it has not taken is lost when the process ends.
+    async fn taken(&self) {
+        let _ = tokio::time::timeout(self.patience(), self.sender.reserve_many(EVENTS)).await;
+    }
+}
+
 async fn send(events: &Events, event: Event) -> Result<(), Gone> {
-    events
-        .send(Ok(GenerateEvent { event: Some(event) }))
-        .await
-        .map_err(|_| Gone)
+    let limit = events.patience();
+    let event = Ok(GenerateEvent { event: Some(event) });
+    match tokio::time::timeout(limit, events.sender.send(event)).await {
+        Ok(sent) => sent.map_err(|_| Gone),
+        Err(_) => {
+            tracing::warn!(waited_ms = limit.as_millis(), "the caller reads nothing and is left");
+            Err(Gone)
+        }
+    }
 }
 
 async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
@@ -214,7 +248,7 @@ async fn pull(
     let told = |kind: PhaseKind| {
         // a hint: where the channel is full its reader has other things to read first
         let event = Event::Phase(proto::Phase { kind: kind.into() });
-        let _ = events.try_send(Ok(GenerateEvent { event: Some(event) }));
+        let _ = events.sender.try_send(Ok(GenerateEvent { event: Some(event) }));
     };
     shared.puller.pull(request, told).await
 }

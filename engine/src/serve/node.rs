@@ -35,6 +35,9 @@ const CONTROL_STREAMS: u32 = 16_384;
 /// Once all is over, connections get this long to take their last bytes.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
+/// A caller that reads nothing for so long is left, though it may answer pings.
+pub const READER_STALL: Duration = Duration::from_secs(30);
+
 /// What an engine is set up with.
 #[derive(Debug, Clone)]
 pub struct NodeConfig {
@@ -48,6 +51,8 @@ pub struct NodeConfig {
     pub timers: TimerValues,
     /// Pings, to and from peers.
     pub keep_alive: KeepAlive,
+    /// A caller that reads nothing of its answer for so long is left.
+    pub reader_stall: Duration,
     /// Where decode engines reach the data port; `None`: its port on the host that they dialled.
     pub advertise: Option<String>,
 }
@@ -79,6 +84,7 @@ pub(super) struct Shared {
     pub(super) timers: Timers,
     pub(super) puller: Arc<Puller>,
     pub(super) model_name: String,
+    pub(super) reader_stall: Duration,
     pub(super) started: Instant,
     pub(super) readiness: Readiness,
     /// Nothing is answered any more …
@@ -169,6 +175,7 @@ impl Node {
                 timers,
                 puller,
                 model_name,
+                reader_stall: config.reader_stall,
                 started: Instant::now(),
                 readiness: readiness.clone(),
                 closing: CancellationToken::new(),
@@ -403,6 +410,11 @@ impl NodeHandle {
         self.0.scheduler.set_draining(true);
         self.0.ending.store(true, Ordering::Release);
         self.0.drained(tokio::time::Instant::now() + limit).await
+    }
+
+    /// Requests whose caller has not taken the last event yet.
+    pub fn under_way(&self) -> usize {
+        *self.0.under_way.borrow()
     }
 
     /// Ends [`Node::run`]: what is still under way fails.

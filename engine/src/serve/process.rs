@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::flags::Flags;
 use super::listen::Reserved;
-use super::node::{Node, NodeConfig};
+use super::node::{Node, NodeConfig, READER_STALL};
 use crate::exec::Executor;
 use crate::model::{LoadError, LoadOptions, load};
 
@@ -82,6 +82,12 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         None
     };
 
+    tracing::info!(
+        listen = %control.addr(),
+        data_listen = data.as_ref().map(Reserved::addr).map(tracing::field::display),
+        ops_listen = %ops.addr(),
+        "loading the model"
+    );
     let loading = load_beside(flags.load_options(), readiness.clone())?;
     let executor = tokio::select! {
         loaded = loading => loaded.map_err(|_| "the model's loader panicked; its log says where")??,
@@ -97,6 +103,7 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         knobs: flags.knobs(),
         timers: flags.timers(),
         keep_alive: flags.keep_alive(),
+        reader_stall: READER_STALL,
         advertise: flags.advertise_data.clone(),
     };
     let node = Node::start(executor, config, control, data, &metrics, &readiness)?;

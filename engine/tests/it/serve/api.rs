@@ -186,6 +186,19 @@ async fn knobs_are_changed_one_by_one_and_refused_by_name() {
         assert_eq!(failure.reason, Reason::Invalid);
         assert!(failure.detail.starts_with(name), "{failure}");
     }
+    // two that do not go together, given together or one by one
+    for (stall_ms, watchdog_ms) in [(Some(500), Some(500)), (Some(60_000), None), (None, Some(77))] {
+        let change = Knobs {
+            stall_ms,
+            watchdog_ms,
+            ..none
+        };
+        let failure = set(&node, change).await.unwrap_err();
+        assert_eq!(failure.reason, Reason::Invalid);
+        for name in ["stall_ms", "watchdog_ms"] {
+            assert!(failure.detail.contains(name), "{failure}");
+        }
+    }
     assert_eq!(set(&node, none).await.unwrap(), now, "a refused change changes nothing");
     node.close().await;
 }
@@ -381,11 +394,13 @@ async fn a_step_that_panics_turns_liveness_off_and_ends_the_node() {
 #[tokio::test]
 async fn a_step_that_hangs_is_ended_by_the_watchdog_without_new_work() {
     let mut short = config(Role::Unified);
-    short.timers.watchdog = Duration::from_millis(150);
+    short.timers.watchdog = Duration::from_millis(400);
+    short.timers.stall = Duration::from_millis(200);
     let (node, control) = TestNode::fake(&FakeConfig::default(), short).await;
-    // slow is not hung: each layer counts
-    control.layer_delay(Duration::from_millis(60));
-    node.ask(node.request(&prompt(1, 10), 2)).await.unwrap();
+    // slow is not hung: a step of twice the limit, where something is done forty times within it
+    control.layer_delay(Duration::from_millis(10));
+    control.tell_layers(27);
+    node.ask(node.request(&prompt(1, 10), 1)).await.unwrap();
     control.layer_delay(Duration::ZERO);
     control.pause();
     let failure = node.ask(node.request(&prompt(2, 10), 5)).await.unwrap_err();
@@ -394,6 +409,14 @@ async fn a_step_that_hangs_is_ended_by_the_watchdog_without_new_work() {
     let ended = tokio::time::timeout(PATIENCE, node.running).await.unwrap().unwrap();
     assert!(ended.is_err());
     assert!(matches!(node.readiness.get(), State::Failed { .. }));
+    // the step still hangs, and nobody waits for it
+    let began = Instant::now();
+    drop(node.scheduler);
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "held for {:?}",
+        began.elapsed()
+    );
     control.resume();
 }
 

@@ -6,15 +6,17 @@ use std::time::Duration;
 use tandem_engine::exec::SampleParams;
 use tandem_engine::sched::{Role, SchedKnobs};
 use tandem_engine::serve::NodeConfig;
+use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::finished::Cause;
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::phase::Kind as Phase;
 use tandem_wire::proto::{GenerateRequest, OnPrefillFailure, Peer, Sampling};
 use tandem_wire::{BootId, Reason, Source};
+use tonic::transport::Channel;
 
 use crate::support::fake::{FakeConfig, FakeControl, mix, solo};
 use crate::support::node::{TestNode, alive_tasks, config, eventually, next};
-use crate::support::sched::{GREEDY, prompt, until_idle};
+use crate::support::sched::{GREEDY, PATIENCE, prompt, until_idle};
 
 #[tokio::test]
 async fn a_unified_engine_answers_with_tokens_phases_and_usage() {
@@ -285,11 +287,8 @@ async fn a_caller_that_leaves_frees_everything_within_a_step() {
     drop(stream);
     // the step that was begun still runs; nothing else may
     let steps = control.steps();
-    eventually("the request's task ends", || {
-        node.scheduler.load_now().running == 1 && control.steps() == steps
-    })
-    .await;
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    eventually("the request's task ends", || node.handle.under_way() == 0).await;
+    assert_eq!((node.scheduler.load_now().running, control.steps()), (1, steps));
     control.resume();
     until_idle(&node.scheduler).await;
     assert!(
@@ -567,4 +566,56 @@ async fn prompts_that_wait_for_their_turn_of_the_budget_do_not_fail() {
         until_idle(&node.scheduler).await;
         node.close().await;
     }
+}
+
+/// A client that lets the engine send `window` bytes of an answer before it reads.
+async fn hesitant(node: &TestNode, window: u32) -> EngineClient<Channel> {
+    let endpoint = Channel::from_shared(format!("http://{}", node.addr)).unwrap();
+    EngineClient::new(endpoint.initial_stream_window_size(window).connect().await.unwrap())
+}
+
+#[tokio::test]
+async fn a_caller_that_never_reads_is_left_after_a_while_or_with_its_own_time() {
+    for (stall, remaining_ms) in [(Duration::from_millis(300), 0), (Duration::from_mins(10), 300)] {
+        let impatient = NodeConfig {
+            reader_stall: stall,
+            ..config(Role::Unified)
+        };
+        let (node, _control) = TestNode::fake(&FakeConfig::default(), impatient).await;
+        let request = GenerateRequest {
+            remaining_ms,
+            ..node.request(&prompt(1, 20), 900)
+        };
+        let unread = hesitant(&node, 100).await.generate(request).await.unwrap();
+        assert_eq!(node.handle.drain(PATIENCE).await, 0, "it holds the drain");
+        until_idle(&node.scheduler).await;
+        drop(unread);
+        node.close().await;
+    }
+}
+
+#[tokio::test]
+async fn a_drain_waits_until_the_last_event_is_taken() {
+    let (node, control) = TestNode::fake(&FakeConfig::default(), config(Role::Unified)).await;
+    // one event after the other: all find room in the engine, only the first ones in the connection
+    control.step_delay(Duration::from_millis(20));
+    let mut stream = hesitant(&node, 10)
+        .await
+        .generate(node.request(&prompt(1, 20), 4))
+        .await
+        .unwrap()
+        .into_inner();
+    eventually("all is computed", || node.scheduler.remaining() == 0).await;
+    assert_eq!(node.handle.drain(Duration::from_millis(100)).await, 1);
+    let drained = tokio::spawn({
+        let handle = node.handle.clone();
+        async move { handle.drain(PATIENCE).await }
+    });
+    let mut last = None;
+    while let Some(event) = next(&mut stream).await.unwrap() {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Finished(_))), "{last:?}");
+    assert_eq!(drained.await.unwrap(), 0);
+    node.close().await;
 }

@@ -7,6 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use tandem_engine::serve::node::READER_STALL;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{GenerateRequest, GetInfoRequest};
 
@@ -57,9 +58,13 @@ impl Engine {
         }
     }
 
-    /// The ports: listen, ops.
     fn serving(&mut self) -> (String, String) {
-        let line: serde_json::Value = serde_json::from_str(&self.line("\"serving\"")).unwrap();
+        self.ports("\"serving\"")
+    }
+
+    /// The ports that the line with `part` names: listen, ops.
+    fn ports(&mut self, part: &str) -> (String, String) {
+        let line: serde_json::Value = serde_json::from_str(&self.line(part)).unwrap();
         let field = |name: &str| line[name].as_str().unwrap().to_owned();
         (field("listen"), field("ops_listen"))
     }
@@ -171,41 +176,92 @@ async fn a_process_serves_drains_on_sigterm_and_exits_0() {
 #[test]
 fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
     let dir = tempfile::tempdir().unwrap();
-    // an answer that takes minutes: nothing but the drain's end can end it within the test's patience
+    let model = tiny(dir.path());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let limited = ["--drain-ms", "1000", "--watchdog-ms", "900", "--stall-ms", "800"];
+    for (more, signals, said) in [
+        (&limited[..], 1, "the drain's time is over"),
+        (&[][..], 2, "told to end at once"),
+    ] {
+        let mut engine = Engine::start(&model, &with(&[&["--role", "unified"], more].concat()));
+        let (listen, _) = engine.serving();
+        // an answer that nobody reads: it is held for much longer than this test waits
+        let stream = runtime.block_on(async {
+            let endpoint = tonic::transport::Channel::from_shared(format!("http://{listen}")).unwrap();
+            let channel = endpoint.initial_stream_window_size(100).connect().await.unwrap();
+            let mut client = EngineClient::new(channel);
+            let request = GenerateRequest {
+                boot_id: client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id,
+                prompt_tokens: vec![5; 20],
+                max_new_tokens: 400,
+                ignore_eos: true,
+                ..GenerateRequest::default()
+            };
+            client.generate(request).await.unwrap().into_inner()
+        });
+        let began = Instant::now();
+        for _ in 1..signals {
+            engine.signal(libc::SIGTERM);
+            engine.line("\"signal\"");
+        }
+        engine.signal(libc::SIGTERM);
+        engine.line(said);
+        assert_eq!(engine.wait().code(), Some(0));
+        assert!(began.elapsed() < READER_STALL / 2, "{:?}", began.elapsed());
+        let log = engine.rest();
+        assert!(!log.contains("\"drained\""), "{log}");
+        drop(stream);
+    }
+}
+
+#[test]
+fn a_step_that_hangs_ends_the_process_with_1_also_while_it_drains() {
+    let dir = tempfile::tempdir().unwrap();
+    // one layer of this step takes far longer than the test waits
     let shape = Shape {
-        context: 400_000,
+        context: 70_000,
         ..Shape::SMALL
     };
     let model = llama(shape, Kind::Q8_0, Kind::F16, 3).write(dir.path());
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    for (limit, signals) in [("50", 1), ("60000", 2)] {
+    for drains in [false, true] {
         let mut engine = Engine::start(
             &model,
-            &with(&["--role", "unified", "--drain-ms", limit, "--kv-pages", "25000"]),
+            &with(&[
+                "--role",
+                "unified",
+                "--kv-pages",
+                "4300",
+                "--chunked-prefill-tokens",
+                "65536",
+                "--step-tokens",
+                "65536",
+                "--watchdog-ms",
+                "1000",
+                "--stall-ms",
+                "500",
+            ]),
         );
         let (listen, _) = engine.serving();
         let stream = runtime.block_on(async {
             let mut client = EngineClient::connect(format!("http://{listen}")).await.unwrap();
-            let boot_id = client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id;
-            let request = tandem_wire::proto::WatchLoadRequest {
-                boot_id: boot_id.clone(),
-                min_interval_ms: 0,
-            };
-            let loads = client.watch_load(request).await.unwrap().into_inner();
             let request = GenerateRequest {
-                boot_id,
-                prompt_tokens: vec![5; 20],
-                max_new_tokens: 399_000,
+                boot_id: client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id,
+                prompt_tokens: vec![5; 65_000],
+                max_new_tokens: 4,
                 ignore_eos: true,
                 ..GenerateRequest::default()
             };
-            (client.generate(request).await.unwrap().into_inner(), loads)
+            client.generate(request).await.unwrap().into_inner()
         });
-        for _ in 0..signals {
+        if drains {
             engine.signal(libc::SIGTERM);
-            engine.line("\"signal\"");
         }
-        assert_eq!(engine.wait().code(), Some(0));
+        let began = Instant::now();
+        assert_eq!(engine.wait().code(), Some(1));
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", began.elapsed());
+        let log = engine.rest();
+        assert!(log.contains("watchdog_ms"), "{log}");
         drop(stream);
     }
 }
@@ -218,24 +274,8 @@ fn a_signal_while_the_model_loads_ends_the_process_at_once() {
     let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
     // SAFETY: a valid path, NUL-terminated.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-    let ops = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .to_string();
-    let listen = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .to_string();
-    let args = ["--role", "decode", "--listen", &listen, "--ops-listen", &ops];
-    let mut engine = Engine::start(&pipe, &args);
-    engine.line("starting");
-    let deadline = Instant::now() + PATIENCE;
-    while TcpStream::connect(&ops).is_err() {
-        assert!(Instant::now() < deadline);
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut engine = Engine::start(&pipe, &with(&["--role", "decode"]));
+    let (listen, ops) = engine.ports("\"loading the model\"");
     assert_eq!(get(&ops, "/livez").0, 200);
     let (status, body) = get(&ops, "/readyz");
     assert_eq!(status, 503);
@@ -309,7 +349,11 @@ fn a_cache_smaller_than_the_models_length_is_said_before_it_serves() {
     let serving: serde_json::Value = serde_json::from_str(&engine.line("\"serving\"")).unwrap();
     assert_eq!(serving["max_length_tokens"], 1024);
     let said = engine.log.iter().find(|line| line.contains("WARN")).expect("a warning");
-    for part in ["--kv-pages 64 holds 1024 tokens", "the model takes 2048", "--max-length-tokens"] {
+    for part in [
+        "--kv-pages 64 holds 1024 tokens",
+        "the model takes 2048",
+        "--max-length-tokens",
+    ] {
         assert!(said.contains(part), "{part:?} is not in {said}");
     }
 }

@@ -59,6 +59,8 @@ struct Control {
     fail_next: Option<String>,
     panic_next: bool,
     not_finite: Vec<u32>,
+    /// Times that each layer is told, after its delay each time; 0 is 1.
+    tell_layers: u32,
     steps: u64,
     /// Largest step seen: tokens, sequences.
     widest: (usize, usize),
@@ -83,6 +85,10 @@ impl FakeControl {
     /// Each layer takes this long more.
     pub fn layer_delay(&self, delay: Duration) {
         self.change(|c| c.layer_delay = delay);
+    }
+    /// Each layer is told `times` times, so that a step can be long without being silent.
+    pub fn tell_layers(&self, times: u32) {
+        self.change(|c| c.tell_layers = times);
     }
     /// No step starts until [`FakeControl::allow`] or [`FakeControl::resume`].
     pub fn pause(&self) {
@@ -290,7 +296,7 @@ impl Executor for FakeExecutor {
 
     fn step(&mut self, batch: &[StepSeq<'_>], on_layer: &mut dyn FnMut(u32)) -> Result<Vec<Sampled>, StepError> {
         let (lock, condvar) = &*self.control.inner;
-        let (step_delay, layer_delay, not_finite) = {
+        let (step_delay, layer_delay, tell_layers, not_finite) = {
             let mut control = lock.lock();
             while control.allowed == Some(0) {
                 control.waiting = true;
@@ -308,7 +314,12 @@ impl Executor for FakeExecutor {
             if let Some(why) = control.fail_next.take() {
                 return Err(StepError::Invalid(why));
             }
-            (control.step_delay, control.layer_delay, control.not_finite.clone())
+            (
+                control.step_delay,
+                control.layer_delay,
+                control.tell_layers.max(1),
+                control.not_finite.clone(),
+            )
         };
         self.check(batch)?;
         std::thread::sleep(step_delay);
@@ -342,8 +353,10 @@ impl Executor for FakeExecutor {
             });
         }
         for layer in 1..=LAYERS {
-            std::thread::sleep(layer_delay);
-            on_layer(layer);
+            for _ in 0..tell_layers {
+                std::thread::sleep(layer_delay);
+                on_layer(layer);
+            }
         }
         Ok(sampled)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tandem_engine::exec::Executor;
 use tandem_engine::sched::{Role, SchedKnobs, Scheduler};
 use tandem_engine::serve::listen::Reserved;
-use tandem_engine::serve::node::NodeHandle;
+use tandem_engine::serve::node::{NodeHandle, READER_STALL};
 use tandem_engine::serve::{Node, NodeConfig, NodeError};
 use tandem_engine::transfer::{KeepAlive, TimerValues};
 use tandem_telemetry::{Metrics, Readiness};
@@ -41,6 +41,7 @@ pub fn config(role: Role) -> NodeConfig {
         knobs: SchedKnobs::default(),
         timers: TimerValues::default(),
         keep_alive: KeepAlive::default(),
+        reader_stall: READER_STALL,
         advertise: None,
     }
 }
