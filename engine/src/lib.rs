@@ -18,4 +18,5 @@ pub mod model;
 pub mod sample;
 pub mod sched;
 pub mod serve;
+mod ticker;
 pub mod transfer;

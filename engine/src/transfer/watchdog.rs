@@ -1,25 +1,18 @@
 //! Ends transfers that stand still. It lives on a thread of its own and needs no runtime, no scheduler and no new work.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-use parking_lot::{Condvar, Mutex};
 
 use super::metrics::SideMetrics;
 use super::registry::{Registry, Tracked};
 use super::timers::Timers;
+use crate::ticker::{Again, Ticker, tick};
 
-/// The limit is looked at this often within its own length, so that it is overstepped by an eighth at most …
-const TICKS_PER_LIMIT: u32 = 8;
-/// … and within these bounds.
-const TICK: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+/// The longest time between two looks.
+const TICK: Duration = Duration::from_secs(1);
 
 /// The running thread; dropping it ends it.
-pub struct Watchdog {
-    stop: Arc<(Mutex<bool>, Condvar)>,
-    thread: Option<JoinHandle<()>>,
-}
+pub struct Watchdog(#[expect(dead_code, reason = "held for its drop, which ends it")] Ticker);
 
 /// A registry that the watchdog looks after.
 pub trait Sweep: Send + Sync {
@@ -48,41 +41,17 @@ impl Watchdog {
     /// # Errors
     /// The system has no thread left.
     pub fn start(timers: Timers, swept: Vec<Arc<dyn Sweep>>) -> std::io::Result<Self> {
-        let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let seen = Arc::clone(&stop);
-        let thread = std::thread::Builder::new()
-            .name("transfer-watchdog".to_owned())
-            .spawn(move || {
-                let (stopped, bell) = &*seen;
-                let mut stopped = stopped.lock();
-                while !*stopped {
-                    let limit = timers.get().watchdog;
-                    let tick = (limit / TICKS_PER_LIMIT).clamp(TICK.0, TICK.1);
-                    bell.wait_for(&mut stopped, tick);
-                    parking_lot::MutexGuard::unlocked(&mut stopped, || {
-                        let now = Instant::now();
-                        for registry in &swept {
-                            // a panic in one entry (logged by the hook) must not end the watch over all others
-                            let look = || registry.sweep(now, limit);
-                            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(look));
-                        }
-                    });
-                }
-            })?;
-        Ok(Self {
-            stop,
-            thread: Some(thread),
-        })
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        *self.stop.0.lock() = true;
-        self.stop.1.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // a watchdog that panicked has logged it; there is nothing left to do here
-            let _ = thread.join();
-        }
+        let of_pause = timers.clone();
+        let pause = move || tick(of_pause.get().watchdog, TICK);
+        let look = move || {
+            let (now, limit) = (Instant::now(), timers.get().watchdog);
+            for registry in &swept {
+                // a panic in one entry (logged by the hook) must not end the watch over all others
+                let look = || registry.sweep(now, limit);
+                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(look));
+            }
+            Again::Yes
+        };
+        Ticker::start("transfer-watchdog", pause, look).map(Self)
     }
 }
