@@ -13,12 +13,11 @@ use crate::error::RouterError;
 use crate::flow::Spec;
 use crate::flow::choice::fit;
 use crate::metrics::{Endpoint, Metrics, Phase};
+use crate::text::stop::StopScanner;
 use crate::text::{ChatInput, Text};
 
 /// Prompts of one request.
 const MAX_PROMPTS: usize = 64;
-/// OpenAI takes 4; other servers more.
-const MAX_STOPS: usize = 16;
 /// More ids than any model has ends.
 const MAX_STOP_TOKENS: usize = 128;
 /// What `/v1/completions` gives where nothing is said, as OpenAI does. A chat gets as many tokens as fit.
@@ -273,13 +272,7 @@ impl Template {
         if common.max_tokens == Some(0) {
             return Err(RouterError::field(common.max_tokens_field, "0 is not at least 1"));
         }
-        if common.stop.len() > MAX_STOPS {
-            let detail = format!(
-                "{} stop strings, but at most {MAX_STOPS} are allowed",
-                common.stop.len()
-            );
-            return Err(RouterError::field("stop", detail));
-        }
+        StopScanner::new(common.stop)?;
         Ok(Self {
             spec: Spec {
                 request_id: origin.request_id,

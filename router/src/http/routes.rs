@@ -125,15 +125,12 @@ fn decoded(text: &str) -> String {
     let mut rest = text.as_bytes();
     while let Some((&first, tail)) = rest.split_first() {
         let hex = |at: usize| tail.get(at).and_then(|&digit| char::from(digit).to_digit(16));
-        match hex(0).zip(hex(1)).filter(|_| first == b'%') {
-            Some((high, low)) => {
-                bytes.push((high * 16 + low) as u8);
-                rest = &tail[2..];
-            }
-            None => {
-                bytes.push(first);
-                rest = tail;
-            }
+        if let Some((high, low)) = hex(0).zip(hex(1)).filter(|_| first == b'%') {
+            bytes.push((high * 16 + low) as u8);
+            rest = &tail[2..];
+        } else {
+            bytes.push(first);
+            rest = tail;
         }
     }
     String::from_utf8_lossy(&bytes).into_owned()

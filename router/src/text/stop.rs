@@ -7,8 +7,8 @@
 
 use super::TextError;
 
-/// Most stop strings of one request. OpenAI's limit is 4.
-pub const MAX_STOPS: usize = 32;
+/// Most stop strings of one request. OpenAI takes 4, other servers more.
+pub const MAX_STOPS: usize = 16;
 /// Longest stop string in bytes. What a stop costs per token grows with its length.
 pub const MAX_STOP_BYTES: usize = 1024;
 

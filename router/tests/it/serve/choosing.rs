@@ -149,7 +149,9 @@ async fn a_long_request_is_refused_or_sent_where_it_does_not_fit_although_anothe
     }
     assert!(!short.calls().is_empty());
     // while the one that could hold it is away, that is no fault of the request
-    long.kill();
+    let addr = long.kill();
+    let up = format!("tandem_router_upstream_up{{role=\"decode\",endpoint=\"{addr}\"}}");
+    stack.reaches(&up, 0).await;
     let answer = stack.client.chat(json!({"max_tokens": 200})).await;
     assert_eq!((answer.status, answer.code().as_str()), (503, "no_decode_engine"));
 }

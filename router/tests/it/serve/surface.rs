@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use tandem_telemetry::State;
 use tandem_wire::proto::finished::Cause;
 use tandem_wire::{Reason, Source};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::client::{Client, question};
 use super::engine::{self, Shape, Step, TEXT};
@@ -448,15 +449,22 @@ async fn without_max_tokens_a_completion_has_no_bound_or_a_chat_has_one() {
 async fn who_is_refused_by_the_head_gets_a_reset_while_it_still_sends() {
     let decode = engine::decode();
     let stack = stack(&[], &[&decode], &[]).await;
-    // more than what the sockets hold
-    let body = "x".repeat(16 << 20);
+    // more than what the sockets hold, from a client that reads only when all is sent
+    let body = vec![b'x'; 16 << 20];
     for (path, kind, status) in [
-        ("/nowhere", "application/json", 404),
-        ("/v1/models", "application/json", 405),
-        ("/v1/completions", "text/plain", 415),
+        ("/nowhere", "application/json", "404"),
+        ("/v1/models", "application/json", "405"),
+        ("/v1/completions", "text/plain", "415"),
     ] {
-        let request = stack.client.http.post(stack.client.url(path));
-        let answer = request.header("content-type", kind).body(body.clone()).send().await;
-        assert_eq!(answer.expect(path).status(), status);
+        let mut socket = tokio::net::TcpStream::connect(stack.router.addr()).await.unwrap();
+        let length = body.len();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n"
+        );
+        socket.write_all(head.as_bytes()).await.unwrap();
+        socket.write_all(&body).await.expect(path);
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).await.expect(path);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
     }
 }
