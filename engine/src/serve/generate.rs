@@ -154,13 +154,11 @@ impl Events {
 async fn send(events: &Events, event: Event) -> Result<(), Gone> {
     let limit = events.patience();
     let event = Ok(GenerateEvent { event: Some(event) });
-    match tokio::time::timeout(limit, events.sender.send(event)).await {
-        Ok(sent) => sent.map_err(|_| Gone),
-        Err(_) => {
-            tracing::warn!(waited_ms = limit.as_millis(), "the caller reads nothing and is left");
-            Err(Gone)
-        }
-    }
+    let Ok(sent) = tokio::time::timeout(limit, events.sender.send(event)).await else {
+        tracing::warn!(waited_ms = limit.as_millis(), "the caller reads nothing and is left");
+        return Err(Gone);
+    };
+    sent.map_err(|_| Gone)
 }
 
 async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
