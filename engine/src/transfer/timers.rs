@@ -37,7 +37,9 @@ impl Default for TimerValues {
 
 /// Two timers of which the first would never end a wait: the second ends it before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("stall_ms is {stall_ms}, it must be less than watchdog_ms, which is {watchdog_ms}: else no stall is told as one")]
+#[error(
+    "stall_ms is {stall_ms}, it must be less than watchdog_ms, which is {watchdog_ms}: else no stall is told as one"
+)]
 pub struct TimerOrder {
     stall_ms: u128,
     watchdog_ms: u128,
