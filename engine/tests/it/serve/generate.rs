@@ -153,27 +153,14 @@ async fn neighbours_aborts_and_hand_offs_do_not_change_a_requests_tokens() {
                 seed: r,
             }),
             batch_tokens: r.is_multiple_of(2),
+            request_id: i.to_string(),
             ..decode.request(&tokens, new)
         };
         let abort_after = (i.is_multiple_of(3)).then_some((r >> 24) as usize % 30);
         let (decode, fake) = (Arc::clone(&decode), fake.clone());
         tasks.push(tokio::spawn(async move {
             let expected = solo(&fake, &tokens, new as usize, sampling);
-            let Some(after) = abort_after else {
-                assert_eq!(decode.ask(request).await.unwrap().tokens, expected, "request {i}");
-                return;
-            };
-            let mut stream = decode.open(request).await.unwrap();
-            let mut seen = Vec::new();
-            while seen.len() < after {
-                match next(&mut stream).await.unwrap() {
-                    Some(Event::Tokens(more)) => seen.extend(more.ids),
-                    Some(Event::Failure(failure)) => panic!("{failure:?}"),
-                    Some(_) => {}
-                    None => break,
-                }
-            }
-            assert_eq!(seen[..], expected[..seen.len()], "request {i}");
+            decode.must_answer(request, &expected, abort_after).await;
         }));
     }
     for task in tasks {

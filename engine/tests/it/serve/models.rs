@@ -8,12 +8,11 @@ use tandem_engine::model::{KvBudget, LoadOptions, load};
 use tandem_engine::sched::{Role, SchedKnobs};
 use tandem_engine::serve::NodeConfig;
 use tandem_wire::proto::finished::Cause;
-use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{GenerateRequest, Sampling};
 
 use crate::compute::real_model;
 use crate::support::fake::mix;
-use crate::support::node::{TestNode, config, next};
+use crate::support::node::{TestNode, config};
 use crate::support::sched::until_idle;
 use crate::tiny::{Kind, Shape, llama};
 
@@ -77,26 +76,13 @@ async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
         let request = GenerateRequest {
             prefill: (i % 4 != 3).then(|| prefill.peer()),
             sampling: Some(sampling),
+            request_id: i.to_string(),
             ..decode.request(&tokens, new)
         };
         let abort_after = (i.is_multiple_of(3)).then_some(mix(i) as usize % 20);
         let decode = Arc::clone(&decode);
         tasks.push(tokio::spawn(async move {
-            let Some(after) = abort_after else {
-                assert_eq!(decode.ask(request).await.unwrap().tokens, expected, "request {i}");
-                return;
-            };
-            let mut stream = decode.open(request).await.unwrap();
-            let mut seen = Vec::new();
-            while seen.len() < after {
-                match next(&mut stream).await.unwrap() {
-                    Some(Event::Tokens(more)) => seen.extend(more.ids),
-                    Some(Event::Failure(failure)) => panic!("{failure:?}"),
-                    Some(_) => {}
-                    None => break,
-                }
-            }
-            assert_eq!(seen[..], expected[..seen.len()], "request {i}");
+            decode.must_answer(request, &expected, abort_after).await;
         }));
     }
     for task in tasks {

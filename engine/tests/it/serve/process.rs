@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use tandem_engine::serve::node::READER_STALL;
 use tandem_wire::proto::engine_client::EngineClient;
-use tandem_wire::proto::{GenerateRequest, GetInfoRequest};
+use tandem_wire::proto::generate_event::Event;
+use tandem_wire::proto::{GenerateEvent, GenerateRequest, GetInfoRequest};
+use tonic::Streaming;
+use tonic::transport::Channel;
 
 use crate::support::sched::PATIENCE;
 use crate::tiny::{Kind, Shape, llama};
@@ -163,14 +166,22 @@ async fn a_process_serves_drains_on_sigterm_and_exits_0() {
     let (mut tokens, mut finished) = (0, false);
     while let Some(event) = stream.message().await.unwrap() {
         match event.event.unwrap() {
-            tandem_wire::proto::generate_event::Event::Tokens(t) => tokens += t.ids.len(),
-            tandem_wire::proto::generate_event::Event::Finished(_) => finished = true,
+            Event::Tokens(t) => tokens += t.ids.len(),
+            Event::Finished(_) => finished = true,
             _ => {}
         }
     }
     assert_eq!((tokens, finished), (400, true), "what was under way ends well");
     assert_eq!(engine.wait().code(), Some(0));
     assert!(engine.rest().contains("drained"));
+}
+
+/// A request that the engine has admitted; one that comes after a signal is refused.
+async fn admitted(client: &mut EngineClient<Channel>, request: GenerateRequest) -> Streaming<GenerateEvent> {
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let first = stream.message().await.unwrap().and_then(|message| message.event);
+    assert!(matches!(first, Some(Event::Started(_))), "{first:?}");
+    stream
 }
 
 #[test]
@@ -187,7 +198,7 @@ fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
         let (listen, _) = engine.serving();
         // an answer that nobody reads: it is held for much longer than this test waits
         let stream = runtime.block_on(async {
-            let endpoint = tonic::transport::Channel::from_shared(format!("http://{listen}")).unwrap();
+            let endpoint = Channel::from_shared(format!("http://{listen}")).unwrap();
             let channel = endpoint.initial_stream_window_size(100).connect().await.unwrap();
             let mut client = EngineClient::new(channel);
             let request = GenerateRequest {
@@ -197,7 +208,7 @@ fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
                 ignore_eos: true,
                 ..GenerateRequest::default()
             };
-            client.generate(request).await.unwrap().into_inner()
+            admitted(&mut client, request).await
         });
         let began = Instant::now();
         for _ in 1..signals {
@@ -252,7 +263,7 @@ fn a_step_that_hangs_ends_the_process_with_1_also_while_it_drains() {
                 ignore_eos: true,
                 ..GenerateRequest::default()
             };
-            client.generate(request).await.unwrap().into_inner()
+            admitted(&mut client, request).await
         });
         if drains {
             engine.signal(libc::SIGTERM);

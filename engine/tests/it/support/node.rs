@@ -136,6 +136,26 @@ impl TestNode {
         Ok(answer)
     }
 
+    /// Asks for an answer that must have the `expected` tokens; leaves once it has `leave_after` of them, if given.
+    pub async fn must_answer(&self, request: GenerateRequest, expected: &[u32], leave_after: Option<usize>) {
+        let id = request.request_id.clone();
+        let Some(after) = leave_after else {
+            assert_eq!(self.ask(request).await.unwrap().tokens, expected, "request {id}");
+            return;
+        };
+        let mut stream = self.open(request).await.unwrap();
+        let mut seen = Vec::new();
+        while seen.len() < after {
+            match next(&mut stream).await.unwrap() {
+                Some(Event::Tokens(more)) => seen.extend(more.ids),
+                Some(Event::Failure(failure)) => panic!("request {id}: {failure:?}"),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        assert_eq!(seen[..], expected[..seen.len()], "request {id}");
+    }
+
     /// Ends it and sees that it ends well.
     pub async fn close(self) {
         self.handle.close();
