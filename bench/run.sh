@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The engine beside llama.cpp, then the whole stack under load. The peer is built natively, once, outside the clone
-# (about 10 minutes on two cores).
+# The engine beside llama.cpp. The peer is built natively, once, outside the clone (about 10 minutes on two cores).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 peer=${XDG_CACHE_HOME:-$HOME/.cache}/tandem/llama-peer-0.3.36
