@@ -16,11 +16,15 @@ const SHORT: Duration = Duration::from_millis(300);
 /// Less than a frame, so that the sender stops soon after its reader.
 const WINDOW_BYTES: u32 = 16 << 10;
 
-async fn setup(stall: Duration) -> (Prefill, TransferKey, Caller) {
-    let prefill = Prefill::start(&Setup::default().timers(|t| t.stall = stall)).await;
+async fn setup(stall: Duration, prompt_tokens: u32) -> (Prefill, TransferKey, Caller) {
+    let setup = Setup::default().timers(|t| t.stall = stall).fake(|f| {
+        f.max_length_tokens = prompt_tokens + 24;
+        f.total_pages = f.max_length_tokens / f.page_tokens;
+    });
+    let prefill = Prefill::start(&setup).await;
     let key = new_key();
     let mut long = open(&prefill, key);
-    long.prompt_tokens = prompt(1, 1_000);
+    long.prompt_tokens = prompt(1, prompt_tokens as usize);
     let mut caller = Caller::open(&prefill, long).await;
     caller.accepted().await;
     (prefill, key, caller)
@@ -48,7 +52,7 @@ fn assert_stalled(failure: &Failure) {
 
 #[tokio::test]
 async fn a_decode_that_never_fetches_does_not_hold_the_pages() {
-    let (prefill, _, mut caller) = setup(SHORT).await;
+    let (prefill, _, mut caller) = setup(SHORT, 1_000).await;
     let begun = Instant::now();
     assert_stalled(&caller.failed().await);
     assert!(begun.elapsed() >= SHORT, "{:?}", begun.elapsed());
@@ -57,7 +61,7 @@ async fn a_decode_that_never_fetches_does_not_hold_the_pages() {
 
 #[tokio::test]
 async fn a_decode_that_stops_reading_does_not_hold_the_pages() {
-    let (prefill, key, mut caller) = setup(SHORT).await;
+    let (prefill, key, mut caller) = setup(SHORT, 1_000).await;
     let mut stream = frames(&prefill, key).await;
     assert!(soon("the first frame", stream.message()).await.unwrap().is_some());
     assert_stalled(&caller.failed().await);
@@ -75,7 +79,7 @@ async fn a_decode_that_reads_slowly_is_left_alone() {
     // a gap may be three times as long on a loaded machine, the whole is longer than the timer all the same
     let pace = SHORT * 2;
     let stall = pace * 3;
-    let (prefill, key, mut caller) = setup(stall).await;
+    let (prefill, key, mut caller) = setup(stall, 16_000).await;
     let mut stream = frames(&prefill, key).await;
     let mut read = Vec::new();
     loop {
@@ -85,11 +89,12 @@ async fn a_decode_that_reads_slowly_is_left_alone() {
         };
         read.push((prefill.inflight("streaming"), frame));
     }
-    assert_eq!(read.len(), 6);
+    assert_eq!(read.len(), 12, "two frames a component and layer");
     let slow = read.iter().take_while(|(streaming, _)| *streaming == 1).count() as u32;
     assert!(
         pace * slow > stall,
-        "was sent within {slow} frames, so nothing was slow"
+        "was sent within {slow} of {} frames, so nothing was slow",
+        read.len()
     );
     caller.manifest().await;
     caller.commit().await;
