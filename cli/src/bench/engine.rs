@@ -203,6 +203,7 @@ async fn one(
             temperature: 0.0,
             top_p: 1.0,
             seed: 0,
+            ..proto::Sampling::default()
         }),
         max_new_tokens: args.output_tokens,
         ignore_eos: true,

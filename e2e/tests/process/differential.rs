@@ -19,7 +19,7 @@ struct Member {
 impl Member {
     fn of(&self, request: GenerateRequest) -> GenerateRequest {
         GenerateRequest {
-            sampling: Some(self.sampling),
+            sampling: Some(self.sampling.clone()),
             ..request
         }
     }
@@ -59,6 +59,7 @@ fn crowd(seed: u64, vocab: u32) -> Vec<Member> {
                         temperature: 0.9,
                         top_p: 0.95,
                         seed: seed + i as u64,
+                        ..Sampling::default()
                     }
                 } else {
                     Sampling::default()

@@ -12,12 +12,14 @@ const MAX_TEMPERATURE: f32 = 100.0;
 ///
 /// # Errors
 /// Names the field, its value and what is allowed.
-pub fn read_sampling(sampling: Option<proto::Sampling>) -> Result<SampleParams, String> {
-    let proto::Sampling {
+pub fn read_sampling(sampling: Option<&proto::Sampling>) -> Result<SampleParams, String> {
+    let unset = proto::Sampling::default();
+    let &proto::Sampling {
         temperature,
         top_p,
         seed,
-    } = sampling.unwrap_or_default();
+        ..
+    } = sampling.unwrap_or(&unset);
     // a range contains no NaN
     if !(0.0..=MAX_TEMPERATURE).contains(&temperature) {
         return Err(format!(
@@ -39,10 +41,11 @@ mod tests {
     use super::*;
 
     fn read(temperature: f32, top_p: f32) -> Result<SampleParams, String> {
-        read_sampling(Some(proto::Sampling {
+        read_sampling(Some(&proto::Sampling {
             temperature,
             top_p,
             seed: 7,
+            ..proto::Sampling::default()
         }))
     }
 

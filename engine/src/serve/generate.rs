@@ -90,7 +90,7 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
             role.name()
         )));
     }
-    let sampling = read_sampling(request.sampling).map_err(invalid)?;
+    let sampling = read_sampling(request.sampling.as_ref()).map_err(invalid)?;
     if request.stop_token_ids.len() > MAX_STOP_TOKENS {
         let found = request.stop_token_ids.len();
         return Err(invalid(format!(
@@ -197,7 +197,14 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
                 if cause == Cause::Length {
                     usage.completion_tokens = 1;
                     let ids = vec![pulled.first_token];
-                    send(events, Event::Tokens(proto::Tokens { ids })).await?;
+                    send(
+                        events,
+                        Event::Tokens(proto::Tokens {
+                            ids,
+                            ..proto::Tokens::default()
+                        }),
+                    )
+                    .await?;
                 }
                 return finish(events, cause, usage).await;
             }
@@ -299,7 +306,14 @@ async fn generate(
                 if !std::mem::replace(&mut decoding, true) {
                     phase(events, PhaseKind::Decode).await?;
                 }
-                send(events, Event::Tokens(proto::Tokens { ids })).await?;
+                send(
+                    events,
+                    Event::Tokens(proto::Tokens {
+                        ids,
+                        ..proto::Tokens::default()
+                    }),
+                )
+                .await?;
             }
             Some(SeqEvent::Finished(done)) => {
                 usage.completion_tokens = done.completion_tokens;

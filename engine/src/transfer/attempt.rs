@@ -99,6 +99,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
                 temperature: request.sampling.temperature,
                 top_p: request.sampling.top_p,
                 seed: request.sampling.seed,
+                ..proto::Sampling::default()
             }),
             stop_token_ids: request.stops.stop_token_ids.clone(),
             ignore_eos: request.stops.ignore_eos,

@@ -441,6 +441,7 @@ impl Control {
             queue_us: outcome.queue.as_micros() as u64,
             prefill_us: outcome.prefill.as_micros() as u64,
             lease_ms: self.shared.timers.get().renewed_within().as_millis() as u64,
+            first_logprobs: Vec::new(),
         };
         send(&self.outbox, prefill_message::Message::Manifest(manifest));
     }

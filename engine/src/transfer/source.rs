@@ -275,7 +275,7 @@ impl Shared {
         if open.max_new_tokens == 0 {
             return refuse(Reason::Invalid, "max_new_tokens is 0, the least is 1");
         }
-        let sampling = read_sampling(open.sampling).or_else(|e| refuse(Reason::Invalid, e))?;
+        let sampling = read_sampling(open.sampling.as_ref()).or_else(|e| refuse(Reason::Invalid, e))?;
         let hand_off = HandOff {
             cell: Cell::new(PrefillState::Queued, true, None, Arc::clone(&self.metrics)),
             decode_boot,

@@ -284,6 +284,7 @@ impl Template {
                     temperature,
                     top_p,
                     seed: common.seed.map_or_else(rand::random, |seed| seed as u64),
+                    ..Sampling::default()
                 },
                 max_new_tokens: common.max_tokens,
                 max_length_tokens: limits.max_length_tokens,

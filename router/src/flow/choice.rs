@@ -297,7 +297,7 @@ impl Choice {
             ),
             request_id: self.spec.request_id.clone(),
             prompt_tokens: self.spec.prompt.clone(),
-            sampling: Some(self.spec.sampling),
+            sampling: Some(self.spec.sampling.clone()),
             max_new_tokens,
             stop_token_ids: self.spec.stop_token_ids.clone(),
             ignore_eos: self.spec.ignore_eos,

@@ -51,6 +51,7 @@ async fn a_unified_engine_answers_with_tokens_phases_and_usage() {
         temperature: 1.0,
         top_p: 0.0,
         seed: 9,
+        ..Sampling::default()
     });
     let sampling = SampleParams {
         temperature: 1.0,
@@ -151,6 +152,7 @@ async fn neighbours_aborts_and_hand_offs_do_not_change_a_requests_tokens() {
                 temperature: sampling.temperature,
                 top_p: 1.0,
                 seed: r,
+                ..Sampling::default()
             }),
             batch_tokens: r.is_multiple_of(2),
             request_id: i.to_string(),

@@ -46,6 +46,7 @@ fn mixed(i: u64) -> (Vec<u32>, u32, Sampling) {
         temperature: if r.is_multiple_of(3) { 0.9 } else { 0.0 },
         top_p: if r.is_multiple_of(2) { 0.8 } else { 0.0 },
         seed: r,
+        ..Sampling::default()
     };
     (tokens, 2 + (r >> 16) as u32 % 40, sampling)
 }

@@ -230,6 +230,7 @@ fn good(decode: &Decode, boot_id: BootId, port: u16, ask: &Ask) -> Script {
         queue_us: 1,
         prefill_us: 2,
         lease_ms: 30_000,
+        first_logprobs: Vec::new(),
     };
     Script {
         control: vec![

@@ -338,7 +338,7 @@ impl Engine for Service {
                         said += ids.len() as u32;
                         let size = if gathered { ids.len() } else { 1 };
                         for ids in ids.chunks(size) {
-                            yield event(Event::Tokens(Tokens { ids: ids.to_vec() }));
+                            yield event(Event::Tokens(Tokens { ids: ids.to_vec(), ..Tokens::default() }));
                             if inner.shape.token_ms > 0 {
                                 tokio::time::sleep(Duration::from_millis(inner.shape.token_ms)).await;
                             }
@@ -347,7 +347,7 @@ impl Engine for Service {
                     Step::Flood => {
                         let ids = ids("flood ").repeat(64);
                         loop {
-                            yield event(Event::Tokens(Tokens { ids: ids.clone() }));
+                            yield event(Event::Tokens(Tokens { ids: ids.clone(), ..Tokens::default() }));
                         }
                     }
                     Step::Hold => inner.gate.acquire().await.unwrap().forget(),

@@ -49,7 +49,7 @@ async fn what_the_client_asked_for_does_not_reach_the_engine() {
     stack.client.chat(extra).await.content();
     stack.client.stream(json!({})).await;
     let calls = decode.calls();
-    let sampling = calls[0].sampling.unwrap();
+    let sampling = calls[0].sampling.clone().unwrap();
     assert_eq!(
         (sampling.temperature, sampling.top_p, sampling.seed),
         (0.5, 0.25, u64::MAX)
