@@ -351,7 +351,7 @@ pub trait Backend: Send {
     fn kv_pool(&mut self, shape: KvShape) -> Result<Arc<dyn KvStore>, BackendError>;
     /// Writes to the front of a U32 buffer, before the first op of a pass.
     fn write(&mut self, buffer: BufferId, data: &[u32]);
-    /// Reads from the front of a U32 buffer, after [`Backend::finish`].
+    /// Reads words from the front of a U32 or F32 buffer, after [`Backend::finish`].
     fn read(&mut self, buffer: BufferId, out: &mut [u32]);
     /// Puts an op at the end of the stream.
     fn enqueue(&mut self, op: Op);

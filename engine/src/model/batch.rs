@@ -4,6 +4,13 @@ use super::forward::{Bounds, Workspace};
 use crate::backend::Backend;
 use crate::exec::{ModelSpec, SampleParams, StepError, StepSeq};
 
+/// Where nobody asks for the token.
+const GREEDY: SampleParams = SampleParams {
+    temperature: 0.0,
+    top_p: 1.0,
+    seed: 0,
+};
+
 /// Host side of the batch buffers; reused from step to step.
 #[derive(Default)]
 pub(super) struct HostBatch {
@@ -43,6 +50,22 @@ impl HostBatch {
         for (i, seq) in batch.iter().enumerate() {
             self.push(seq, spec)
                 .map_err(|why| StepError::Invalid(format!("sequence {i}: {why}")))?;
+        }
+        Ok(())
+    }
+
+    /// Takes one sequence, every token of which is followed by a row of logits.
+    pub(super) fn fill_scored(&mut self, seq: &StepSeq<'_>, spec: &ModelSpec, bounds: Bounds) -> Result<(), StepError> {
+        let most = bounds.seqs.min(bounds.rows);
+        if seq.tokens.len() > most {
+            return Err(StepError::Invalid(format!(
+                "{} tokens are to be scored in one step, {most} fit; raise max_step_seqs and max_step_tokens or lower the chunk",
+                seq.tokens.len()
+            )));
+        }
+        self.fill(&[StepSeq { sample: None, ..*seq }], spec, bounds)?;
+        for row in 0..seq.tokens.len() as u32 {
+            self.push_out(row, &GREEDY, seq.first_position + row + 1);
         }
         Ok(())
     }
@@ -103,17 +126,22 @@ impl HostBatch {
         self.longest = self.longest.max(rows);
         if let Some(p) = seq.sample {
             check_sampling(&p)?;
-            self.out_rows.push(first_row + rows - 1);
-            self.sampling.extend([
-                p.temperature.to_bits(),
-                p.top_p.to_bits(),
-                p.seed as u32,
-                (p.seed >> 32) as u32,
-                seq.first_position + rows,
-                0,
-            ]);
+            self.push_out(first_row + rows - 1, &p, seq.first_position + rows);
         }
         Ok(())
+    }
+
+    /// The token at `position`, which follows `row`, is to be sampled.
+    fn push_out(&mut self, row: u32, p: &SampleParams, position: u32) {
+        self.out_rows.push(row);
+        self.sampling.extend([
+            p.temperature.to_bits(),
+            p.top_p.to_bits(),
+            p.seed as u32,
+            (p.seed >> 32) as u32,
+            position,
+            0,
+        ]);
     }
 
     /// Writes the batch buffers.

@@ -13,7 +13,7 @@ use super::config::LlamaConfig;
 use super::forward::{self, Bounds, Layer, Llama, Workspace};
 use super::gguf::{Gguf, TensorInfo};
 use super::runner::Runner;
-use super::tensor::{BLOCK, dequantise_row};
+use super::tensor::{BLOCK, Dtype, dequantise_row};
 use crate::backend::cpu::{Cpu, Isa};
 use crate::backend::{Backend, BackendError, Context, KvShape, Row, WeightId};
 use crate::exec::{Executor, ModelSpec};
@@ -66,6 +66,9 @@ pub struct LoadOptions {
     pub max_step_tokens: u32,
     /// The most sequences of one step.
     pub max_step_seqs: u32,
+    /// Hold every matrix as f32, whatever the file holds: matmuls then round nothing but f32 sums. The oracle of numerics; several times
+    /// the memory and time.
+    pub as_f32: bool,
 }
 
 impl LoadOptions {
@@ -80,12 +83,18 @@ impl LoadOptions {
             max_length_tokens: None,
             max_step_tokens: 512,
             max_step_seqs: 32,
+            as_f32: false,
         }
     }
 }
 
 /// Loads a model onto the CPU. `progress` is told percent, rising from 0 to 100.
 pub fn load(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Box<dyn Executor>, LoadError> {
+    Ok(Box::new(load_cpu(options, progress)?))
+}
+
+/// Loads a model onto a CPU backend made for it.
+pub(super) fn load_cpu(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Runner<Cpu>, LoadError> {
     let error = |source| LoadError::Backend {
         path: options.path.clone(),
         source,
@@ -97,7 +106,7 @@ pub fn load(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Box<d
         context.clone(),
     )
     .map_err(error)?;
-    Ok(Box::new(load_on(cpu, context, options, progress)?))
+    load_on(cpu, context, options, progress)
 }
 
 /// Loads a model onto `backend`.
@@ -113,7 +122,7 @@ pub(super) fn load_on<B: Backend>(
     let sizes = Sizes::choose(options, &config, &gguf)?;
     let (hash, built) = std::thread::scope(|scope| {
         let hash = scope.spawn(|| -> [u8; 32] { Sha256::digest(gguf.bytes()).into() });
-        let built = build(backend, &gguf, config, &sizes, progress);
+        let built = build(backend, &gguf, config, &sizes, options.as_f32, progress);
         (hash.join(), built)
     });
     let (backend, model, kv, workspace) = built?;
@@ -267,7 +276,7 @@ impl Sizes {
             return Ok(());
         };
         // packed weights have the file's bits; Q4_0 gets a minimum beside its scale
-        let weights = gguf.bytes().len() as u64 * 20 / 18;
+        let weights = gguf.bytes().len() as u64 * if o.as_f32 { 8 } else { 1 } * 20 / 18;
         let buffers: usize = forward::shapes(c, self.bounds).into_iter().map(Cpu::buffer_bytes).sum();
         let rope = self.max_length * c.head_dim * 4;
         let work = (buffers + rope) as u64 + (o.threads as u64) * (4 << 20);
@@ -295,6 +304,7 @@ fn build<B: Backend>(
     gguf: &Gguf,
     config: LlamaConfig,
     sizes: &Sizes,
+    as_f32: bool,
     progress: &mut dyn FnMut(u8),
 ) -> Result<Built<B>, LoadError> {
     let error = |source: BackendError| LoadError::Backend {
@@ -307,6 +317,7 @@ fn build<B: Backend>(
         gguf,
         backend: &mut backend,
         used: BTreeSet::new(),
+        as_f32,
         done: 0,
         progress,
     };
@@ -367,6 +378,7 @@ struct Weights<'a, B> {
     gguf: &'a Gguf,
     backend: &'a mut B,
     used: BTreeSet<String>,
+    as_f32: bool,
     done: usize,
     progress: &'a mut dyn FnMut(u8),
 }
@@ -439,6 +451,15 @@ impl<'a, B: Backend> Weights<'a, B> {
         } else {
             parts.concat()
         };
+        if self.as_f32 {
+            let values = dequantised(&rows, k);
+            let row = |bytes| Row {
+                dtype: Dtype::F32,
+                bytes,
+            };
+            let rows: Vec<Row<'_>> = values.chunks_exact(4 * k).map(row).collect();
+            return self.backend.matrix(&rows, k).map_err(|e| self.error(e));
+        }
         self.backend.matrix(&rows, k).map_err(|e| self.error(e))
     }
 
@@ -452,4 +473,15 @@ impl<'a, B: Backend> Weights<'a, B> {
             }),
         }
     }
+}
+
+/// The bytes of rows of `k` values as f32.
+fn dequantised(rows: &[Row<'_>], k: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(rows.len() * k * 4);
+    let mut values = vec![0.0; k];
+    for row in rows {
+        dequantise_row(row.dtype, row.bytes, &mut values);
+        bytes.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+    }
+    bytes
 }

@@ -10,6 +10,7 @@
 //! | `forward.rs` | the forward pass as a list of ops |
 //! | `batch.rs` | a step's sequences as the batch buffers' content |
 //! | `runner.rs` | the executor |
+//! | `score.rs` | logits of every position, for judging numerics |
 
 mod batch;
 mod budget;
@@ -19,6 +20,7 @@ mod forward;
 pub mod gguf;
 mod load;
 mod runner;
+mod score;
 mod tensor;
 #[cfg(test)]
 mod tests;
@@ -29,4 +31,5 @@ mod tiny;
 
 pub use error::LoadError;
 pub use load::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_STEP_SEQS, MAX_STEP_TOKENS, load};
+pub use score::Scorer;
 pub use tensor::{Dtype, dequantise_row};

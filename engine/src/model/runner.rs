@@ -43,6 +43,27 @@ impl<B: Backend> Runner<B> {
             results: Vec::new(),
         }
     }
+
+    /// Computes one sequence's part as a step does, and puts the logits of all its tokens into `out`: a row a token, each padded to 8.
+    pub(super) fn logits(&mut self, seq: &StepSeq<'_>, out: &mut Vec<f32>) -> Result<(), StepError> {
+        self.batch.fill_scored(seq, &self.spec, self.bounds)?;
+        self.enqueue();
+        self.backend.finish(&mut |_| {});
+        let words = self.batch.outs() * (self.spec.vocab_size as usize).next_multiple_of(8);
+        self.results.resize(words, 0);
+        self.backend.read(self.workspace.logits, &mut self.results);
+        out.clear();
+        out.extend(self.results.iter().map(|bits| f32::from_bits(*bits)));
+        Ok(())
+    }
+
+    /// Writes the batch and puts its forward pass onto the stream.
+    fn enqueue(&mut self) {
+        self.batch.write(&mut self.backend, &self.workspace);
+        let bucket = Bucket::of(self.batch.rows(), self.batch.outs(), self.bounds);
+        self.model
+            .enqueue(&mut self.backend, &self.context, &self.workspace, bucket);
+    }
 }
 
 impl<B: Backend> Executor for Runner<B> {
@@ -55,10 +76,7 @@ impl<B: Backend> Executor for Runner<B> {
         if batch.is_empty() {
             return Ok(Vec::new());
         }
-        self.batch.write(&mut self.backend, &self.workspace);
-        let bucket = Bucket::of(self.batch.rows(), self.batch.outs(), self.bounds);
-        self.model
-            .enqueue(&mut self.backend, &self.context, &self.workspace, bucket);
+        self.enqueue();
         self.backend.finish(on_layer);
         self.results.resize(self.batch.outs(), 0);
         if !self.results.is_empty() {

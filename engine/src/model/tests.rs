@@ -6,7 +6,7 @@ use super::forward::{Bounds, Bucket};
 use super::load::load_on;
 use super::runner::Runner;
 use super::tiny::{self, Kind, Random, Shape};
-use super::{Dtype, KvBudget, LoadOptions, dequantise_row};
+use super::{Dtype, KvBudget, LoadOptions, Scorer, dequantise_row};
 use crate::backend::cpu::{Cpu, Isa};
 use crate::backend::record::{Event, Recorder};
 use crate::backend::{BufferShape, Context, Op};
@@ -614,4 +614,59 @@ fn buckets_are_powers_of_two_up_to_the_bounds() {
         ),
         Bucket { rows: 5, outs: 5 }
     );
+}
+
+#[test]
+fn scored_logits_are_those_that_steps_sample_from() {
+    let shape = Shape::SMALL;
+    let dir = tempfile::tempdir().unwrap();
+    let path = tiny::llama(shape, Kind::Q4_1, Kind::Q8_0, 3).write(dir.path());
+    let ids = prompt(50, 5, shape.vocab);
+    let mut m = cpu(&path, 2, Isa::detect());
+    let mut scorer = Scorer::load(&options(&path, 2)).unwrap();
+    let score = |scorer: &mut Scorer, chunk: usize| {
+        let mut all = Vec::new();
+        scorer
+            .score(&ids, chunk, &mut |position, row| {
+                assert_eq!(position, all.len());
+                all.push(row.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
+            })
+            .unwrap();
+        all
+    };
+    let all = score(&mut scorer, 24);
+    assert_eq!(all.len(), ids.len());
+    for n in [1, 8, 23, 24, 25, 50] {
+        assert!(
+            all[n - 1] == feed(&mut m, &ids[..n], 0, 64, &pages(0)),
+            "after {n} tokens"
+        );
+    }
+    assert!(all == score(&mut scorer, 1), "the way of decoding");
+    // a chunk beyond what the logits have room for
+    let error = scorer.score(&ids, 25, &mut |_, _| {}).unwrap_err();
+    assert!(
+        error.to_string().contains("25 tokens") && error.to_string().contains("24 fit"),
+        "{error}"
+    );
+}
+
+#[test]
+fn weights_held_as_f32_are_those_of_the_file() {
+    let shape = Shape::SMALL;
+    let dir = tempfile::tempdir().unwrap();
+    for (kind, bound) in [(Kind::Q4_1, 2e-3), (Kind::Q8_0, 2e-3), (Kind::Bf16, 2e-3)] {
+        let file = tiny::llama(shape, kind, Kind::Q8_0, 99);
+        let path = file.write(dir.path());
+        let ids = prompt(70, 8, shape.vocab);
+        let options = LoadOptions {
+            as_f32: true,
+            ..options(&path, 2)
+        };
+        let mut last = Vec::new();
+        let mut keep = |_, row: &[f32]| last = row.iter().map(|v| v.to_bits()).collect();
+        Scorer::load(&options).unwrap().score(&ids, 24, &mut keep).unwrap();
+        let relative = distance(&last, &plain_forward(&file, shape, &ids));
+        assert!(relative < bound, "{kind:?}: relative error {relative}");
+    }
 }
