@@ -7,6 +7,8 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use tandem_telemetry::LogFormat;
 
+use crate::text::ToolFormat;
+
 /// How one of several engines is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
@@ -27,6 +29,31 @@ pub enum OnPrefillFailure {
     Fail,
 }
 
+/// How tool calls are found in answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ToolParser {
+    /// As the chat template tells.
+    Auto,
+    /// Not at all.
+    None,
+    /// <tool_call> around JSON: Hermes, Qwen, SmolLM.
+    Hermes,
+    /// JSON alone: Llama 3.
+    LlamaJson,
+}
+
+impl ToolParser {
+    /// The format to read, where the template tells of `detected`.
+    pub fn format(self, detected: Option<ToolFormat>) -> Option<ToolFormat> {
+        match self {
+            Self::Auto => detected,
+            Self::None => None,
+            Self::Hermes => Some(ToolFormat::Hermes),
+            Self::LlamaJson => Some(ToolFormat::LlamaJson),
+        }
+    }
+}
+
 /// Serves the OpenAI API in front of prefill and decode engines.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "tandem-router", version)]
@@ -43,6 +70,9 @@ pub struct Config {
     /// The model's .gguf, or its tokenizer.json with tokenizer_config.json beside it.
     #[arg(long)]
     pub tokenizer: PathBuf,
+    /// How tool calls are found in answers.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub tool_parser: ToolParser,
     /// Control port of a prefill engine, HOST:PORT; repeat for more.
     #[arg(long)]
     pub prefill: Vec<String>,
@@ -208,6 +238,31 @@ mod tests {
         for (flags, named) in cases {
             let error = parse(flags).check().unwrap_err();
             assert!(error.contains(named), "{error} should name {named}");
+        }
+    }
+
+    #[test]
+    fn the_tool_parser_asked_for_gives_way_to_the_template() {
+        use ToolFormat::{Hermes, LlamaJson};
+        for (flag, detected, expected) in [
+            (None, Some(Hermes), Some(Hermes)),
+            (None, None, None),
+            (Some("auto"), Some(LlamaJson), Some(LlamaJson)),
+            (Some("none"), Some(Hermes), None),
+            (Some("hermes"), None, Some(Hermes)),
+            (Some("llama-json"), Some(Hermes), Some(LlamaJson)),
+        ] {
+            let flags: Vec<&str> = flag.into_iter().flat_map(|flag| ["--tool-parser", flag]).collect();
+            assert_eq!(
+                parse(&flags).tool_parser.format(detected),
+                expected,
+                "{flag:?} {detected:?}"
+            );
+        }
+        // the format's own name chooses it
+        for format in ToolFormat::ALL {
+            let parser = parse(&["--tool-parser", format.name()]).tool_parser;
+            assert_eq!(parser.format(None), Some(format));
         }
     }
 

@@ -37,7 +37,7 @@ use api::prepare::TextWork;
 use engines::Engines;
 use flow::{Flow, Queue};
 use http::App;
-use text::{Text, TextError};
+use text::{Text, TextError, ToolFormat};
 
 /// Why a router did not start.
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +85,8 @@ impl Router {
         let text = tokio::task::spawn_blocking(move || Text::load(&tokenizer))
             .await
             .map_err(|error| StartError::Thread(error.to_string()))??;
-        let text = Arc::new(text);
+        let format = config.tool_parser.format(text.tool_format());
+        let text = Arc::new(text.with_tool_format(format));
         let metrics = metrics::Metrics::register(&exposition);
         let flow = Arc::new(Flow {
             engines: Engines::start(&config, &metrics),
@@ -107,7 +108,12 @@ impl Router {
         });
         let stop = CancellationToken::new();
         let server = tokio::spawn(http::server::serve(listener, Arc::clone(&app), stop.clone()));
-        tracing::info!(%addr, model = app.config.model_name, "serving");
+        tracing::info!(
+            %addr,
+            model = app.config.model_name,
+            tool_parser = format.map_or("none", ToolFormat::name),
+            "serving"
+        );
         Ok(Self {
             addr,
             app,

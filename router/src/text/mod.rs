@@ -8,6 +8,7 @@
 //! | [`vocab`], [`detok`] | bytes of every id; ids to text without ever cutting a character |
 //! | [`stop`] | stop strings over streamed text |
 //! | [`stream`] | both together: what a choice of a response holds |
+//! | [`tools`] | tool calls in an answer's text |
 //!
 //! Nothing here knows HTTP. [`Text`] is immutable, `Send + Sync` and meant to live in an [`Arc`]; a [`TextStream`] belongs
 //! to one choice of one response.
@@ -28,6 +29,7 @@ pub mod source;
 pub mod stop;
 pub mod stream;
 pub mod template;
+pub mod tools;
 pub mod vocab;
 
 use std::path::Path;
@@ -39,6 +41,7 @@ pub use message::{Content, Message, Part};
 pub use minijinja::Value as Json;
 pub use stream::{Delta, TextStream};
 pub use template::{ChatInput, ChatTemplate};
+pub use tools::{ToolEvent, ToolFormat, ToolScanner};
 pub use vocab::Vocabulary;
 
 use source::Source;
@@ -48,6 +51,7 @@ pub struct Text {
     tokenizer: tokenizers::Tokenizer,
     vocabulary: Arc<Vocabulary>,
     template: Option<ChatTemplate>,
+    tools: Option<ToolFormat>,
     eos_ids: Vec<u32>,
     model_name: Option<String>,
 }
@@ -71,6 +75,7 @@ impl Text {
 
     /// Builds the text side from what a file held.
     pub fn from_source(source: Source) -> Result<Self, TextError> {
+        let tools = source.template.as_deref().and_then(ToolFormat::detect);
         let template = match source.template {
             Some(template) => Some(ChatTemplate::compile(&template, &source.special_tokens)?),
             None => None,
@@ -79,6 +84,7 @@ impl Text {
             tokenizer: source.tokenizer,
             vocabulary: Arc::new(source.vocabulary),
             template,
+            tools,
             eos_ids: source.eos_ids,
             model_name: source.model_name,
         })
@@ -102,6 +108,18 @@ impl Text {
     /// The chat template, if the model has one.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
+    }
+
+    /// How the model writes tool calls, as its chat template tells or [`with_tool_format`](Self::with_tool_format) says.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tools
+    }
+
+    /// The model writes tool calls like this, whatever its template tells.
+    #[must_use]
+    pub fn with_tool_format(mut self, format: Option<ToolFormat>) -> Self {
+        self.tools = format;
+        self
     }
 
     /// Renders a conversation into the text that the model was trained on.

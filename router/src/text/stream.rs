@@ -16,6 +16,8 @@ pub struct TextStream {
     joiner: Utf8Joiner,
     stops: StopScanner,
     skip_special: bool,
+    /// Special tokens that are shown nevertheless.
+    markers: &'static [&'static str],
     tokens: usize,
     /// Reused for each delta: characters of the current token, and text that may go out.
     characters: String,
@@ -38,6 +40,7 @@ impl TextStream {
             joiner: Utf8Joiner::default(),
             stops: StopScanner::new(stops)?,
             skip_special: true,
+            markers: &[],
             tokens: 0,
             characters: String::new(),
             out: String::new(),
@@ -51,6 +54,13 @@ impl TextStream {
         self
     }
 
+    /// Shows these special tokens as text: the marks around tool calls, which some models have as special tokens.
+    #[must_use]
+    pub fn with_markers(mut self, markers: &'static [&'static str]) -> Self {
+        self.markers = markers;
+        self
+    }
+
     /// Takes the next ids. After a stop string was met, ids are neither decoded nor counted.
     pub fn push(&mut self, ids: &[u32]) -> Result<Delta<'_>, TextError> {
         self.out.clear();
@@ -60,7 +70,7 @@ impl TextStream {
             }
             let (bytes, special) = self.vocabulary.token(id)?;
             self.tokens += 1;
-            if special && self.skip_special {
+            if special && self.skip_special && !self.markers.iter().any(|marker| marker.as_bytes() == bytes) {
                 continue;
             }
             self.characters.clear();

@@ -5,6 +5,7 @@ mod loading;
 mod renderings;
 mod requests;
 mod streaming;
+mod tools;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
