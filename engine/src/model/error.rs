@@ -54,7 +54,7 @@ pub enum LoadError {
         what: String,
     },
     /// A tensor's element type is not one that the engine computes with.
-    #[error("{}: tensor {tensor} has type {dtype}, which is not supported; use a file in F32, F16, BF16, Q8_0, Q4_0 or Q4_1", path.display())]
+    #[error("{}: tensor {tensor} has type {dtype}, which is not supported; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K", path.display())]
     UnsupportedType {
         /// The file.
         path: PathBuf,
@@ -64,12 +64,14 @@ pub enum LoadError {
         dtype: String,
     },
     /// The model's architecture is not known.
-    #[error("{}: architecture {found:?} is not supported; known: llama", path.display())]
+    #[error("{}: architecture {found:?} is not supported; known: {known}", path.display())]
     Architecture {
         /// The file.
         path: PathBuf,
-        /// `general.architecture`.
+        /// As the file names it.
         found: String,
+        /// Those that are, as such files name them.
+        known: &'static str,
     },
     /// A metadata key is missing, has the wrong type or an unusable value, or is one whose meaning the engine does not implement.
     #[error("{}: metadata {key}: {why}", path.display())]
@@ -90,12 +92,14 @@ pub enum LoadError {
         tensor: String,
     },
     /// A tensor that the architecture does not use: computing without it would give wrong answers.
-    #[error("{}: tensor {tensor} has no place in architecture llama; this model needs a newer engine", path.display())]
+    #[error("{}: tensor {tensor} has no place in architecture {architecture}; this model needs a newer engine", path.display())]
     UnknownTensor {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
+        /// The model's architecture.
+        architecture: &'static str,
     },
     /// A tensor's shape is not what the metadata says.
     #[error("{}: tensor {tensor} has shape {found:?}, expected {expected:?} from the metadata; convert the file again", path.display())]

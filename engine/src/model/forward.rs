@@ -1,7 +1,7 @@
 //! The llama forward pass: config and weights in, a list of ops out. No device is known here.
 
 use super::LoadError;
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use crate::backend::{
     Backend, BackendError, Batch, BufferId, BufferShape, Context, Heads, Op, SAMPLING_WORDS, SEQ_WORDS, WeightId,
 };
@@ -22,7 +22,7 @@ pub(super) struct Layer {
 
 /// A llama model on a device.
 pub(super) struct Llama {
-    pub(super) config: LlamaConfig,
+    pub(super) config: ModelConfig,
     /// `[vocab_size, hidden_size]`.
     pub(super) token_embd: WeightId,
     pub(super) layers: Vec<Layer>,
@@ -83,7 +83,7 @@ pub(super) struct Workspace {
 }
 
 /// Every buffer's shape, in the order of [`Workspace::new`].
-pub(super) fn shapes(c: &LlamaConfig, bounds: Bounds) -> [BufferShape; 17] {
+pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 17] {
     let rows = bounds.rows;
     let outs = bounds.seqs.min(rows);
     let words = |len| BufferShape::U32 { len };
@@ -113,7 +113,7 @@ pub(super) fn shapes(c: &LlamaConfig, bounds: Bounds) -> [BufferShape; 17] {
 
 impl Workspace {
     /// Makes the buffers.
-    pub(super) fn new(backend: &mut impl Backend, c: &LlamaConfig, bounds: Bounds) -> Result<Self, BackendError> {
+    pub(super) fn new(backend: &mut impl Backend, c: &ModelConfig, bounds: Bounds) -> Result<Self, BackendError> {
         let mut ids = [BufferId(0); 17];
         for (id, shape) in ids.iter_mut().zip(shapes(c, bounds)) {
             *id = backend.buffer(shape)?;
@@ -158,7 +158,7 @@ impl Workspace {
 
 /// The cos and sin of each position and pair, in turn, `[length][head_dim]`; pairs beyond `rope_dim` are not rotated.
 /// `factors` divides the frequencies, pair by pair.
-pub(super) fn rope_table(c: &LlamaConfig, factors: Option<&[f32]>, length: usize) -> Vec<f32> {
+pub(super) fn rope_table(c: &ModelConfig, factors: Option<&[f32]>, length: usize) -> Vec<f32> {
     let frequency = |pair: usize| {
         if 2 * pair >= c.rope_dim {
             return 0.0;
@@ -285,7 +285,7 @@ impl Llama {
 }
 
 /// Head counts and width of a config.
-pub(super) fn heads(c: &LlamaConfig) -> Heads {
+pub(super) fn heads(c: &ModelConfig) -> Heads {
     Heads {
         query: c.num_attention_heads,
         kv: c.num_key_value_heads,

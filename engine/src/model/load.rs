@@ -3,15 +3,14 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use sha2::{Digest, Sha256};
 use tandem_wire::KvLayout;
 use tandem_wire::layout::KvDtype;
 
 use super::LoadError;
 use super::budget;
-use super::config::LlamaConfig;
+use super::checkpoint::{Checkpoint, LayerPart, Part, Tensor};
+use super::config::RopePairs;
 use super::forward::{self, Bounds, Layer, Llama, Workspace};
-use super::gguf::{Gguf, TensorInfo};
 use super::runner::Runner;
 use super::tensor::{BLOCK, Dtype, dequantise_row};
 use crate::backend::cpu::{Cpu, Isa};
@@ -50,7 +49,7 @@ impl KvBudget {
 /// What to load and how large to set it up.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// The GGUF file.
+    /// The model.
     pub path: PathBuf,
     /// Compute threads.
     pub threads: usize,
@@ -117,18 +116,17 @@ pub(super) fn load_on<B: Backend>(
     progress: &mut dyn FnMut(u8),
 ) -> Result<Runner<B>, LoadError> {
     progress(0);
-    let gguf = Gguf::open(&options.path)?;
-    let config = LlamaConfig::read(&gguf)?;
-    let sizes = Sizes::choose(options, &config, &gguf)?;
+    let checkpoint = Checkpoint::open(&options.path)?;
+    let sizes = Sizes::choose(options, &checkpoint)?;
     let (hash, built) = std::thread::scope(|scope| {
-        let hash = scope.spawn(|| -> [u8; 32] { Sha256::digest(gguf.bytes()).into() });
-        let built = build(backend, &gguf, config, &sizes, options.as_f32, progress);
+        let hash = scope.spawn(|| checkpoint.hash());
+        let built = build(backend, &checkpoint, &sizes, options.as_f32, progress);
         (hash.join(), built)
     });
     let (backend, model, kv, workspace) = built?;
     let hash = hash.map_err(|_| LoadError::Damaged {
         path: options.path.clone(),
-        what: "the file could not be hashed".to_owned(),
+        what: "it could not be hashed".to_owned(),
     })?;
     let c = &model.config;
     let spec = ModelSpec {
@@ -163,7 +161,8 @@ struct Sizes {
 
 impl Sizes {
     /// Checks the options against the model and the machine.
-    fn choose(o: &LoadOptions, c: &LlamaConfig, gguf: &Gguf) -> Result<Self, LoadError> {
+    fn choose(o: &LoadOptions, checkpoint: &Checkpoint) -> Result<Self, LoadError> {
+        let c = checkpoint.config();
         let refuse = |option, value: String, why: &str| {
             Err(LoadError::Option {
                 option,
@@ -266,17 +265,17 @@ impl Sizes {
             seq_pages: max_length.div_ceil(o.page_tokens as usize),
         };
         let sizes = Self { kv, max_length, bounds };
-        sizes.check_memory(o, c, gguf, kv_bytes)?;
+        sizes.check_memory(o, checkpoint, kv_bytes)?;
         Ok(sizes)
     }
 
     /// Refuses a set-up that the machine has no memory for, before any of it is taken.
-    fn check_memory(&self, o: &LoadOptions, c: &LlamaConfig, gguf: &Gguf, kv: u64) -> Result<(), LoadError> {
+    fn check_memory(&self, o: &LoadOptions, checkpoint: &Checkpoint, kv: u64) -> Result<(), LoadError> {
+        let c = checkpoint.config();
         let Some(available) = budget::available_bytes() else {
             return Ok(());
         };
-        // packed weights have the file's bits; Q4_0 gets a minimum beside its scale
-        let weights = gguf.bytes().len() as u64 * if o.as_f32 { 8 } else { 1 } * 20 / 18;
+        let weights = packed_bytes(checkpoint, o.as_f32);
         let buffers: usize = forward::shapes(c, self.bounds).into_iter().map(Cpu::buffer_bytes).sum();
         let rope = self.max_length * c.head_dim * 4;
         let work = (buffers + rope) as u64 + (o.threads as u64) * (4 << 20);
@@ -296,72 +295,97 @@ impl Sizes {
     }
 }
 
+/// Bytes of the weights as the backend packs them.
+fn packed_bytes(checkpoint: &Checkpoint, as_f32: bool) -> u64 {
+    let c = checkpoint.config();
+    let held = |dtype| if as_f32 { Dtype::F32 } else { dtype };
+    let matrix = |parts: &[Part]| -> u64 {
+        let rows: Vec<_> = parts
+            .iter()
+            .filter_map(|part| Some((held(checkpoint.tensor(*part)?.dtype), part.dims(c)[1])))
+            .collect();
+        match parts[0].dims(c)[0] {
+            _ if rows.is_empty() => 0,
+            k => Cpu::matrix_bytes(&rows, k),
+        }
+    };
+    let layer = |l: usize| -> u64 {
+        let of = |parts: &[LayerPart]| matrix(&parts.iter().map(|p| Part::Layer(l, *p)).collect::<Vec<_>>());
+        of(&QKV) + of(&[LayerPart::AttnOutput]) + of(&GATE_UP) + of(&[LayerPart::Down])
+    };
+    (0..c.num_hidden_layers).map(layer).sum::<u64>() + matrix(&[Part::TokenEmbd]) + matrix(&[Part::Output])
+}
+
+/// The tensors of a layer that are packed as one matrix.
+const QKV: [LayerPart; 3] = [LayerPart::Q, LayerPart::K, LayerPart::V];
+const GATE_UP: [LayerPart; 2] = [LayerPart::Gate, LayerPart::Up];
+
 type Built<B> = (B, Llama, std::sync::Arc<dyn crate::exec::KvStore>, Workspace);
 
 /// Packs the weights and makes the buffers.
 fn build<B: Backend>(
     mut backend: B,
-    gguf: &Gguf,
-    config: LlamaConfig,
+    checkpoint: &Checkpoint,
     sizes: &Sizes,
     as_f32: bool,
     progress: &mut dyn FnMut(u8),
 ) -> Result<Built<B>, LoadError> {
     let error = |source: BackendError| LoadError::Backend {
-        path: gguf.path().to_owned(),
+        path: checkpoint.path().to_owned(),
         source,
     };
-    let workspace = Workspace::new(&mut backend, &config, sizes.bounds).map_err(error)?;
+    let c = checkpoint.config();
+    if c.rope_pairs == RopePairs::Halves || c.qkv_bias || c.qk_norm || c.rope_scaling.is_some() {
+        return Err(LoadError::Architecture {
+            path: checkpoint.path().to_owned(),
+            found: c.architecture.name().to_owned(),
+            known: "llama",
+        });
+    }
+    let workspace = Workspace::new(&mut backend, c, sizes.bounds).map_err(error)?;
     let kv = backend.kv_pool(sizes.kv).map_err(error)?;
     let mut w = Weights {
-        gguf,
+        checkpoint,
         backend: &mut backend,
         used: BTreeSet::new(),
         as_f32,
         done: 0,
+        all: checkpoint.tensor_bytes().max(1),
         progress,
     };
-    let c = &config;
-    let (hidden, inner, head) = (c.hidden_size, c.intermediate_size, c.head_dim);
-    let (queries, keys) = (c.num_attention_heads * head, c.num_key_value_heads * head);
-    let token_embd = w.matrix(&["token_embd.weight"], &[c.vocab_size], hidden, false)?;
+    let token_embd = w.matrix(&[Part::TokenEmbd], false)?;
     let mut layers = Vec::with_capacity(c.num_hidden_layers);
     for l in 0..c.num_hidden_layers {
-        let name = |part: &str| format!("blk.{l}.{part}.weight");
+        let part = |p: LayerPart| Part::Layer(l, p);
         layers.push(Layer {
-            attn_norm: w.vector(&name("attn_norm"), hidden)?,
-            qkv: w.matrix(
-                &[&name("attn_q"), &name("attn_k"), &name("attn_v")],
-                &[queries, keys, keys],
-                hidden,
-                false,
-            )?,
-            attn_output: w.matrix(&[&name("attn_output")], &[hidden], queries, false)?,
-            ffn_norm: w.vector(&name("ffn_norm"), hidden)?,
-            gate_up: w.matrix(&[&name("ffn_gate"), &name("ffn_up")], &[inner, inner], hidden, true)?,
-            ffn_down: w.matrix(&[&name("ffn_down")], &[hidden], inner, false)?,
+            attn_norm: w.vector(part(LayerPart::AttnNorm))?,
+            qkv: w.matrix(&QKV.map(part), false)?,
+            attn_output: w.matrix(&[part(LayerPart::AttnOutput)], false)?,
+            ffn_norm: w.vector(part(LayerPart::FfnNorm))?,
+            gate_up: w.matrix(&GATE_UP.map(part), true)?,
+            ffn_down: w.matrix(&[part(LayerPart::Down)], false)?,
         });
     }
-    let output_norm = w.vector("output_norm.weight", hidden)?;
-    let output = if gguf.tensors().contains_key("output.weight") {
-        w.matrix(&["output.weight"], &[c.vocab_size], hidden, false)?
+    let output_norm = w.vector(Part::OutputNorm)?;
+    let output = if checkpoint.tensor(Part::Output).is_some() {
+        w.matrix(&[Part::Output], false)?
     } else {
         token_embd
     };
-    let factors = if gguf.tensors().contains_key("rope_freqs.weight") {
-        let factors = w.values("rope_freqs.weight", c.rope_dim / 2)?;
-        forward::check_factors(gguf.path(), &factors)?;
+    let factors = if checkpoint.tensor(Part::RopeFreqs).is_some() {
+        let factors = w.values(Part::RopeFreqs)?;
+        forward::check_factors(checkpoint.path(), &factors)?;
         Some(factors)
     } else {
         None
     };
-    w.all_used()?;
+    checkpoint.all_used(&w.used)?;
     let table = forward::rope_table(c, factors.as_deref(), sizes.max_length);
     let rope = backend.vector(table).map_err(error)?;
     Ok((
         backend,
         Llama {
-            config,
+            config: c.clone(),
             token_embd,
             layers,
             output_norm,
@@ -373,84 +397,76 @@ fn build<B: Backend>(
     ))
 }
 
-/// Takes tensors out of a file, each with its expected shape.
+/// Takes tensors out of a checkpoint.
 struct Weights<'a, B> {
-    gguf: &'a Gguf,
+    checkpoint: &'a Checkpoint,
     backend: &'a mut B,
-    used: BTreeSet<String>,
+    used: BTreeSet<Part>,
     as_f32: bool,
-    done: usize,
+    /// Bytes taken, of how many.
+    done: u64,
+    all: u64,
     progress: &'a mut dyn FnMut(u8),
 }
 
 impl<'a, B: Backend> Weights<'a, B> {
-    fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<(&'a TensorInfo, &'a [u8]), LoadError> {
-        let (info, bytes) = self.gguf.tensor(name)?;
-        // trailing ones are no dimensions
-        let found = &info.dims[..info
-            .dims
-            .iter()
-            .rposition(|d| *d != 1)
-            .map_or(1, |i| i + 1)
-            .max(expected.len().min(info.dims.len()))];
-        if !found.iter().copied().eq(expected.iter().map(|e| *e as u64)) {
-            return Err(LoadError::Shape {
-                path: self.gguf.path().to_owned(),
-                tensor: name.to_owned(),
-                found: info.dims.clone(),
-                expected: expected.iter().map(|e| *e as u64).collect(),
-            });
-        }
-        self.used.insert(name.to_owned());
-        self.done += bytes.len();
-        let all = self.gguf.bytes().len().max(1);
+    fn tensor(&mut self, part: Part) -> Result<Tensor<'a>, LoadError> {
+        let tensor = self.checkpoint.tensor(part).ok_or_else(|| LoadError::MissingTensor {
+            path: self.checkpoint.path().to_owned(),
+            tensor: self.checkpoint.name(part),
+        })?;
+        self.used.insert(part);
+        self.done += tensor.bytes.len() as u64;
         // tensors neither overlap nor are taken twice; the rest is making tables and waiting for the hash
-        (self.progress)((self.done as u64 * 98 / all as u64) as u8 + 1);
-        Ok((info, bytes))
+        (self.progress)((self.done * 98 / self.all) as u8 + 1);
+        Ok(tensor)
     }
 
-    fn values(&mut self, name: &str, n: usize) -> Result<Vec<f32>, LoadError> {
-        let (info, bytes) = self.tensor(name, &[n])?;
-        let mut values = vec![0.0; n];
-        dequantise_row(info.dtype, bytes, &mut values);
+    fn values(&mut self, part: Part) -> Result<Vec<f32>, LoadError> {
+        let tensor = self.tensor(part)?;
+        let mut values = vec![0.0; part.dims(self.checkpoint.config())[0]];
+        dequantise_row(tensor.dtype, tensor.bytes, &mut values);
         Ok(values)
     }
 
     fn error(&self, source: BackendError) -> LoadError {
         LoadError::Backend {
-            path: self.gguf.path().to_owned(),
+            path: self.checkpoint.path().to_owned(),
             source,
         }
     }
 
-    fn vector(&mut self, name: &str, n: usize) -> Result<WeightId, LoadError> {
-        let values = self.values(name, n)?;
+    fn vector(&mut self, part: Part) -> Result<WeightId, LoadError> {
+        let values = self.values(part)?;
         self.backend.vector(values).map_err(|e| self.error(e))
     }
 
-    /// One matrix of the rows of several tensors of `k` inputs: one after the other, or in turn by 32.
-    fn matrix(&mut self, names: &[&str], rows: &[usize], k: usize, in_turn: bool) -> Result<WeightId, LoadError> {
-        let mut parts: Vec<Vec<Row<'a>>> = Vec::with_capacity(names.len());
-        for (name, &n) in names.iter().zip(rows) {
-            let (info, bytes) = self.tensor(name, &[k, n])?;
+    /// One matrix of the rows of several tensors of as many inputs: one after the other, or in turn by 32.
+    fn matrix(&mut self, from: &[Part], in_turn: bool) -> Result<WeightId, LoadError> {
+        let mut parts: Vec<Vec<Row<'a>>> = Vec::with_capacity(from.len());
+        for part in from {
+            let tensor = self.tensor(*part)?;
+            let n = part.dims(self.checkpoint.config())[1];
             parts.push(
-                bytes
-                    .chunks_exact(bytes.len() / n)
+                tensor
+                    .bytes
+                    .chunks_exact(tensor.bytes.len() / n)
                     .map(|bytes| Row {
-                        dtype: info.dtype,
+                        dtype: tensor.dtype,
                         bytes,
                     })
                     .collect(),
             );
         }
         let rows: Vec<Row<'a>> = if in_turn {
-            (0..rows[0] / BLOCK)
+            (0..parts[0].len() / BLOCK)
                 .flat_map(|i| parts.iter().flat_map(move |p| &p[i * BLOCK..(i + 1) * BLOCK]))
                 .copied()
                 .collect()
         } else {
             parts.concat()
         };
+        let k = from[0].dims(self.checkpoint.config())[0];
         if self.as_f32 {
             let values = dequantised(&rows, k);
             let row = |bytes| Row {
@@ -461,17 +477,6 @@ impl<'a, B: Backend> Weights<'a, B> {
             return self.backend.matrix(&rows, k).map_err(|e| self.error(e));
         }
         self.backend.matrix(&rows, k).map_err(|e| self.error(e))
-    }
-
-    /// A tensor that nothing reads would be a model that the engine misunderstands.
-    fn all_used(&self) -> Result<(), LoadError> {
-        match self.gguf.tensors().keys().find(|k| !self.used.contains(*k)) {
-            None => Ok(()),
-            Some(name) => Err(LoadError::UnknownTensor {
-                path: self.gguf.path().to_owned(),
-                tensor: name.clone(),
-            }),
-        }
     }
 }
 

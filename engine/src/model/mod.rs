@@ -2,10 +2,11 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | [`gguf`] | the container, every byte of it checked |
+//! | [`gguf`] | GGUF files |
 //! | `tensor.rs` | element types |
-//! | [`config`] | a llama file's metadata as sizes |
-//! | `load.rs` | checks, packs and hashes a file |
+//! | [`config`] | a model's sizes and constants |
+//! | [`checkpoint`] | sizes and tensors, whichever format they come in |
+//! | `load.rs` | packs and hashes a checkpoint |
 //! | `budget.rs` | is there memory for it |
 //! | `forward.rs` | the forward pass as a list of ops |
 //! | `batch.rs` | a step's sequences as the batch buffers' content |
@@ -14,6 +15,7 @@
 
 mod batch;
 mod budget;
+pub mod checkpoint;
 pub mod config;
 mod error;
 mod forward;

@@ -6,6 +6,7 @@
 )]
 
 mod compute;
+mod dequantise;
 mod gguf;
 mod sched;
 mod sched_places;

@@ -11,6 +11,7 @@ use super::pool::Pool;
 use super::step;
 use crate::backend::{Backend, BackendError, BufferId, BufferShape, Context, KvShape, Op, Row, WeightId};
 use crate::exec::KvStore;
+use crate::model::Dtype;
 
 /// A buffer and what it holds.
 pub(super) struct Buffer {
@@ -108,6 +109,11 @@ impl Cpu {
             BufferShape::Activation { rows, k } => Act::bytes(rows, k),
             BufferShape::U32 { len } => len * 4,
         }
+    }
+
+    /// Bytes that a matrix of rows of these types, so many of each, takes with `k` values a row.
+    pub fn matrix_bytes(rows: &[(Dtype, usize)], k: usize) -> u64 {
+        Panels::bytes(rows, k)
     }
 
     /// What an f32 buffer holds now.

@@ -52,8 +52,8 @@ pub struct Panels {
 
 impl PanelKind {
     /// The kind that holds rows of these types without loss.
-    fn of(rows: &[Row<'_>]) -> Self {
-        let all = |accept: fn(Dtype) -> bool| rows.iter().all(|r| accept(r.dtype));
+    fn of(dtypes: &(impl Iterator<Item = Dtype> + Clone)) -> Self {
+        let all = |accept: fn(Dtype) -> bool| dtypes.clone().all(accept);
         if all(|d| matches!(d, Dtype::Q4_0 | Dtype::Q4_1)) {
             Self::Nibble
         } else if all(|d| d == Dtype::Q8_0) {
@@ -112,7 +112,7 @@ impl Panels {
                 )));
             }
         }
-        let (kind, n) = (PanelKind::of(rows), rows.len());
+        let (kind, n) = (PanelKind::of(&rows.iter().map(|r| r.dtype)), rows.len());
         let (panels, bytes) = (n.div_ceil(LANES), kind.panel_bytes(k));
         let data = Memory::zeroed("weights", panels * bytes, true)?;
         let target = Target(data.ptr());
@@ -126,6 +126,13 @@ impl Panels {
         };
         pool.run(|| pack(0), &pack);
         Ok(Self { kind, k, n, data })
+    }
+
+    /// Bytes that rows of these types, of `k` values each, are packed into.
+    pub fn bytes(rows: &[(Dtype, usize)], k: usize) -> u64 {
+        let n: usize = rows.iter().map(|(_, n)| n).sum();
+        let kind = PanelKind::of(&rows.iter().map(|(dtype, _)| *dtype));
+        n.div_ceil(LANES) as u64 * kind.panel_bytes(k) as u64
     }
 
     /// How the weights are stored.

@@ -113,6 +113,7 @@ fn weights(r: &mut Random, dtype: Dtype, n: usize, k: usize, extreme: Option<u8>
                     }));
                 }
             }
+            other => panic!("no rows are made in {}", other.name()),
         }
         out
     };

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::LoadError;
-use super::tensor::{Dtype, ggml_type_name};
+use crate::model::LoadError;
+use crate::model::checkpoint::Tensor;
+use crate::model::tensor::{Dtype, ggml_type_name};
 
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
@@ -111,6 +112,15 @@ impl Gguf {
     /// All tensors.
     pub fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
         &self.tensors
+    }
+
+    /// A tensor, if there is one of this name.
+    pub(in crate::model) fn find(&self, name: &str) -> Option<Tensor<'_>> {
+        self.tensors.get(name).map(|info| Tensor {
+            dtype: info.dtype,
+            dims: &info.dims,
+            bytes: &self.map[info.start..info.start + info.len],
+        })
     }
 
     /// A tensor and its bytes.
