@@ -203,23 +203,7 @@ impl Sizes {
             page_tokens: o.page_tokens as usize,
         };
         let page_bytes = (2 * 2 * one.layers * one.page_tokens * one.heads.kv * one.heads.dim) as u64;
-        let pages = match o.kv {
-            KvBudget::Pages(n) => u64::from(n),
-            KvBudget::Mib(n) => n.saturating_mul(1 << 20) / page_bytes,
-        };
-        // slots are 32 bits
-        if pages == 0 || pages > u64::from(u32::MAX / o.page_tokens) {
-            let (option, value) = o.kv.flag();
-            let why = format!(
-                "makes {pages} pages of {page_bytes} bytes; at least one and fewer than 2^32 tokens are needed"
-            );
-            return refuse(option, value, &why);
-        }
-        let Some(kv_bytes) = pages.checked_mul(page_bytes) else {
-            let (option, value) = o.kv.flag();
-            let why = format!("makes {pages} pages of {page_bytes} bytes, more than 64 bits can count; lower it");
-            return refuse(option, value, &why);
-        };
+        let (pages, kv_bytes) = pool(o.kv, o.page_tokens, page_bytes)?;
         let pool_tokens = pages as usize * o.page_tokens as usize;
         let max_length = match o.max_length_tokens.map(|n| n as usize) {
             None if pool_tokens < c.max_position_embeddings.min(LEAST_TOKENS) => {
@@ -293,6 +277,30 @@ impl Sizes {
             available_mib: available >> 20,
         })
     }
+}
+
+/// Pages of the KV cache, and all their bytes.
+pub(super) fn pool(budget: KvBudget, page_tokens: u32, page_bytes: u64) -> Result<(u64, u64), LoadError> {
+    let refuse = |why: String| {
+        let (option, value) = budget.flag();
+        LoadError::Option { option, value, why }
+    };
+    let pages = match budget {
+        KvBudget::Pages(n) => u64::from(n),
+        KvBudget::Mib(n) => n.saturating_mul(1 << 20) / page_bytes,
+    };
+    // slots are 32 bits
+    if pages == 0 || pages > u64::from(u32::MAX / page_tokens) {
+        return Err(refuse(format!(
+            "makes {pages} pages of {page_bytes} bytes; at least one and fewer than 2^32 tokens are needed"
+        )));
+    }
+    let bytes = pages.checked_mul(page_bytes).ok_or_else(|| {
+        refuse(format!(
+            "makes {pages} pages of {page_bytes} bytes, more than 64 bits can count; lower it"
+        ))
+    })?;
+    Ok((pages, bytes))
 }
 
 /// Bytes of the weights as the backend packs them.

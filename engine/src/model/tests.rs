@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::forward::{Bounds, Bucket};
-use super::load::load_on;
+use super::load::{load_on, pool};
 use super::runner::Runner;
 use super::tiny::{self, Kind, Random, Shape};
 use super::{Dtype, KvBudget, LoadOptions, Scorer, dequantise_row};
@@ -669,4 +669,12 @@ fn weights_held_as_f32_are_those_of_the_file() {
         let relative = distance(&last, &plain_forward(&file, shape, &ids));
         assert!(relative < bound, "{kind:?}: relative error {relative}");
     }
+}
+
+#[test]
+fn more_kv_bytes_than_64_bits_count_are_refused_by_flag() {
+    let budget = KvBudget::Pages(4_000_000);
+    let e = pool(budget, 1024, 1 << 43).unwrap_err().to_string();
+    assert!(e.contains("--kv-pages 4000000") && e.contains("64 bits"), "{e}");
+    assert_eq!(pool(budget, 1024, 1 << 42).unwrap(), (4_000_000, 4_000_000 << 42));
 }

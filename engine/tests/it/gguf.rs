@@ -456,28 +456,6 @@ fn options_that_do_not_fit_are_refused_by_flag() {
 }
 
 #[test]
-fn more_kv_bytes_than_64_bits_count_are_refused_by_flag() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut file = small();
-    for (key, value) in [
-        ("llama.block_count", 4096),
-        ("llama.attention.head_count", 1 << 16),
-        ("llama.attention.head_count_kv", 1 << 16),
-        ("llama.attention.key_length", 1 << 16),
-        ("llama.attention.value_length", 1 << 16),
-    ] {
-        file.set(key, Meta::U32(value));
-    }
-    let o = LoadOptions {
-        kv: KvBudget::Pages(4_000_000),
-        page_tokens: 1024,
-        ..options(&file.write(dir.path()))
-    };
-    let e = load(&o, &mut |_| {}).err().unwrap().to_string();
-    assert!(e.contains("--kv-pages 4000000"), "{e}");
-}
-
-#[test]
 fn too_little_memory_is_said_before_any_is_taken() {
     let dir = tempfile::tempdir().unwrap();
     let mut file = tiny::llama(
