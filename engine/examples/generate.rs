@@ -26,21 +26,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     let spec = model.spec();
     let pages: Vec<u32> = (0..spec.max_length_tokens.div_ceil(spec.page_tokens)).collect();
     eprintln!("{} on {} in {:.0?}", spec.name, spec.backend, start.elapsed());
-    let greedy = SampleParams {
-        temperature: 0.0,
-        top_p: 1.0,
-        seed: 0,
-    };
+    let greedy = SampleParams::GREEDY;
     let mut done = 0;
     for _ in 0..count.parse()? {
         let seq = StepSeq {
             tokens: &tokens[done..],
             first_position: done as u32,
             pages: &pages,
-            sample: Some(greedy),
+            sample: Some(greedy.into()),
         };
-        match model.step(&[seq], &mut |_| {})?[0] {
-            Sampled::Token(t) => {
+        match model.step(&[seq], &mut |_| {})?.remove(0) {
+            Sampled::Token(t, _) => {
                 done = tokens.len();
                 tokens.push(t);
             }

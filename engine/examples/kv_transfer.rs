@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
 use parking_lot::RwLock;
-use tandem_engine::exec::{
-    Executor, KvError, KvRun, KvStore, ModelSpec, PageId, SampleParams, Sampled, StepError, StepSeq,
-};
+use tandem_engine::exec::{Executor, KvError, KvRun, KvStore, ModelSpec, PageId, Sampled, StepError, StepSeq};
 use tandem_engine::sched::{Admission, Role, SchedKnobs, Scheduler, Stops};
 use tandem_engine::serve::listen::Reserved;
 use tandem_engine::serve::{Node, NodeConfig};
@@ -21,6 +19,7 @@ use tandem_engine::transfer::{KeepAlive, PullRequest, Puller, PullerConfig, Time
 use tandem_telemetry::{Metrics, Readiness};
 use tandem_wire::frame::{checksum, spans};
 use tandem_wire::layout::KvDtype;
+use tandem_wire::proto;
 use tandem_wire::proto::kv_transfer_client::KvTransferClient;
 use tandem_wire::proto::kv_transfer_server::{KvTransfer, KvTransferServer};
 use tandem_wire::proto::{DecodeMessage, FetchRequest, Frame, PrefillMessage};
@@ -106,7 +105,7 @@ impl Executor for Idle {
     fn step(&mut self, batch: &[StepSeq<'_>], _: &mut dyn FnMut(u32)) -> Result<Vec<Sampled>, StepError> {
         Ok(batch
             .iter()
-            .map(|s| s.sample.map_or(Sampled::None, |_| Sampled::Token(1)))
+            .map(|s| s.sample.map_or(Sampled::None, |_| Sampled::Token(1, None)))
             .collect())
     }
     fn kv(&self) -> Arc<dyn KvStore> {
@@ -230,11 +229,7 @@ impl HandOff {
             prompt,
             pages: Arc::clone(&admitted.pages),
             have_tokens: 0,
-            sampling: SampleParams {
-                temperature: 0.0,
-                top_p: 1.0,
-                seed: 0,
-            },
+            sampling: proto::Sampling::default(),
             stops: Stops {
                 stop_token_ids: vec![],
                 ignore_eos: true,

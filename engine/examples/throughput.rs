@@ -13,11 +13,7 @@ use tandem_engine::backend::cpu::Isa;
 use tandem_engine::exec::{Executor, KvRun, SampleParams, StepSeq};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
 
-const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+const GREEDY: SampleParams = SampleParams::GREEDY;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
@@ -80,7 +76,7 @@ fn prefill(model: &mut dyn Executor, seqs: &[usize], tokens: usize, chunk: usize
                 tokens: part,
                 first_position: done as u32,
                 pages: &pages,
-                sample: end.then_some(GREEDY),
+                sample: end.then(|| GREEDY.into()),
             };
             model.step(&[seq], &mut |_| {})?;
             done += part.len();
@@ -102,7 +98,7 @@ fn decode(model: &mut dyn Executor, seqs: usize, context: usize, steps: usize) -
                 tokens: &tokens[s][k..=k],
                 first_position: (context + k) as u32,
                 pages: &pages[s],
-                sample: Some(GREEDY),
+                sample: Some(GREEDY.into()),
             })
             .collect();
         model.step(&batch, &mut |_| {})?;

@@ -36,15 +36,83 @@ pub struct ModelSpec {
     pub max_step_seqs: u32,
 }
 
-/// How a token is chosen. The random number is a function of (seed, position) alone.
+/// How a token is chosen from a row of logits, in this order: what [`Adjust`] says, temperature, `top_k`, `top_p`, `min_p`, a
+/// draw. The random number is a function of (seed, position) alone.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampleParams {
     /// 0: greedy (ties: the lowest id).
     pub temperature: f32,
-    /// Nucleus mass in (0, 1].
+    /// Only the so many likeliest tokens; 0: all.
+    pub top_k: u32,
+    /// Nucleus mass in (0, 1], of what `top_k` left.
     pub top_p: f32,
+    /// In [0, 1]: only tokens at least this share as likely as the likeliest.
+    pub min_p: f32,
+    /// Above 0: divides the positive and multiplies the negative logits of every token in [`Adjust::seen`].
+    pub repetition_penalty: f32,
+    /// Taken off the logit of every token that the answer holds.
+    pub presence_penalty: f32,
+    /// Taken off once for each time that the answer holds the token.
+    pub frequency_penalty: f32,
     /// Key of the counter RNG.
     pub seed: u64,
+}
+
+impl SampleParams {
+    /// The likeliest token, nothing adjusted.
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        seed: 0,
+    };
+}
+
+/// The most biased tokens of one sequence.
+pub const MAX_BIASES: usize = 1024;
+
+/// The most likeliest tokens whose log-probabilities are told.
+pub const MAX_LOGPROBS: usize = 20;
+
+/// Words of a mask over `vocab_size` tokens.
+pub const fn mask_words(vocab_size: usize) -> usize {
+    vocab_size.div_ceil(32)
+}
+
+/// Changes to single tokens' logits before a token is chosen, in this order.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Adjust<'a> {
+    /// `[token, what is added as f32 bits]`, each token once, at most [`MAX_BIASES`].
+    pub biases: &'a [[u32; 2]],
+    /// `[token, times in the answer]`, each token once: what the penalties are about.
+    pub seen: &'a [[u32; 2]],
+    /// A bit for each token that may be chosen, [`mask_words`] long; `None`: all.
+    pub mask: Option<&'a [u32]>,
+}
+
+/// How the token after a sequence's last one is chosen, and what is told of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample<'a> {
+    /// How.
+    pub params: SampleParams,
+    /// Changes to single tokens.
+    pub adjust: Adjust<'a>,
+    /// Tell the token's log-probability, and so many of the likeliest, at most [`MAX_LOGPROBS`].
+    pub logprobs: Option<u32>,
+}
+
+impl From<SampleParams> for Sample<'_> {
+    fn from(params: SampleParams) -> Self {
+        Self {
+            params,
+            adjust: Adjust::default(),
+            logprobs: None,
+        }
+    }
 }
 
 /// One sequence's part of a step: consecutive tokens whose KV is computed and written.
@@ -57,7 +125,7 @@ pub struct StepSeq<'a> {
     /// The sequence's pages in order, covering at least `first_position + tokens.len()` tokens.
     pub pages: &'a [PageId],
     /// Sample the token that follows the last one of `tokens`; `None` for a chunk that does not end the prompt.
-    pub sample: Option<SampleParams>,
+    pub sample: Option<Sample<'a>>,
 }
 
 /// Why a step failed. The sequences of the step are not damaged beyond the positions that it was to compute.
@@ -82,15 +150,26 @@ pub enum StepError {
     Invalid(String),
 }
 
+/// A token's log-probability: log softmax of the row as the model gave it, before anything was adjusted.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprob {
+    /// Of the token.
+    pub logprob: f32,
+    /// The likeliest tokens and theirs, the likeliest first, ties by the lower id.
+    pub top: Vec<(u32, f32)>,
+}
+
 /// What became of one sequence's sampling.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Sampled {
     /// A chunk without sampling.
     None,
-    /// The token chosen.
-    Token(u32),
+    /// The token chosen, and its log-probability where it was asked for.
+    Token(u32, Option<Logprob>),
     /// The logits held NaN or infinity: the request must fail, its neighbours need not.
     NotFinite,
+    /// The mask allows no token: the request must fail, its neighbours need not.
+    NoneAllowed,
 }
 
 /// A loaded model that computes steps. One thread owns it.

@@ -112,19 +112,25 @@ pub struct Batch {
     pub pages: BufferId,
     /// `[outs]` the row whose successor is sampled.
     pub out_rows: BufferId,
-    /// `[outs][6]`: temperature and top_p as f32 bits, seed low, seed high, position of the sampled token, 0.
+    /// `[outs][SAMPLING_WORDS]`: a [`Row`](crate::sample::words::Row) each.
     pub sampling: BufferId,
-    /// `[outs]` result: the token, or [`NOT_FINITE`].
+    /// `[entries][2]` of [`Adjust`](crate::exec::Adjust), all rows' biases and seen tokens one after the other.
+    pub adjust: BufferId,
+    /// `[masks][mask_words(vocab)]`, of the rows that have one.
+    pub masks: BufferId,
+    /// `[outs]` result: the token, [`NOT_FINITE`] or [`NONE_ALLOWED`].
     pub sampled: BufferId,
+    /// `[outs][LOGPROB_WORDS]` result, where it was asked for: see [`logprob`](crate::sample::logprob).
+    pub logprobs: BufferId,
 }
 
 /// In [`Batch::sampled`]: the logits held NaN or infinity.
 pub const NOT_FINITE: u32 = u32::MAX;
+/// In [`Batch::sampled`]: the mask allows no token.
+pub const NONE_ALLOWED: u32 = u32::MAX - 1;
 
 /// Words of one sequence in [`Batch::seqs`].
 pub const SEQ_WORDS: usize = 4;
-/// Words of one sampled row in [`Batch::sampling`].
-pub const SAMPLING_WORDS: usize = 6;
 
 /// One op. `rows` and `outs` are the bucket's bounds.
 ///
@@ -262,7 +268,7 @@ pub enum Op {
         /// Bound.
         outs: usize,
     },
-    /// Chooses a token per row of logits into [`Batch::sampled`].
+    /// Chooses a token per row of logits into [`Batch::sampled`], and tells log-probabilities where they were asked for.
     Sample {
         /// As left by `Head`.
         logits: BufferId,

@@ -2,14 +2,8 @@
 
 use super::forward::{Bounds, Workspace};
 use crate::backend::Backend;
-use crate::exec::{ModelSpec, SampleParams, StepError, StepSeq};
-
-/// Where nobody asks for the token.
-const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+use crate::exec::{MAX_BIASES, MAX_LOGPROBS, ModelSpec, Sample, SampleParams, StepError, StepSeq, mask_words};
+use crate::sample::words::{Row, SAMPLING_WORDS};
 
 /// Host side of the batch buffers; reused from step to step.
 #[derive(Default)]
@@ -20,7 +14,11 @@ pub(super) struct HostBatch {
     seqs: Vec<u32>,
     pages: Vec<u32>,
     out_rows: Vec<u32>,
-    sampling: Vec<u32>,
+    sampling: Vec<[u32; SAMPLING_WORDS]>,
+    adjust: Vec<[u32; 2]>,
+    masks: Vec<u32>,
+    /// A sequence asks for log-probabilities.
+    logprobs: bool,
     longest: u32,
 }
 
@@ -33,6 +31,11 @@ impl HostBatch {
     /// Sequences that sample.
     pub(super) fn outs(&self) -> usize {
         self.out_rows.len()
+    }
+
+    /// Does any sequence ask for log-probabilities?
+    pub(super) fn wants_logprobs(&self) -> bool {
+        self.logprobs
     }
 
     /// Takes a step's sequences; everything that an op will follow blindly is checked here.
@@ -48,7 +51,7 @@ impl HostBatch {
         }
         self.clear();
         for (i, seq) in batch.iter().enumerate() {
-            self.push(seq, spec)
+            self.push(seq, spec, bounds)
                 .map_err(|why| StepError::Invalid(format!("sequence {i}: {why}")))?;
         }
         Ok(())
@@ -65,7 +68,8 @@ impl HostBatch {
         }
         self.fill(&[StepSeq { sample: None, ..*seq }], spec, bounds)?;
         for row in 0..seq.tokens.len() as u32 {
-            self.push_out(row, &GREEDY, seq.first_position + row + 1);
+            // nobody asks for the token
+            self.push_out(row, &SampleParams::GREEDY.into(), seq.first_position + row + 1, spec);
         }
         Ok(())
     }
@@ -78,14 +82,17 @@ impl HostBatch {
             &mut self.seqs,
             &mut self.pages,
             &mut self.out_rows,
-            &mut self.sampling,
+            &mut self.masks,
         ] {
             v.clear();
         }
+        self.sampling.clear();
+        self.adjust.clear();
+        self.logprobs = false;
         self.longest = 0;
     }
 
-    fn push(&mut self, seq: &StepSeq<'_>, spec: &ModelSpec) -> Result<(), String> {
+    fn push(&mut self, seq: &StepSeq<'_>, spec: &ModelSpec, bounds: Bounds) -> Result<(), String> {
         let rows = seq.tokens.len() as u32;
         let end = u64::from(seq.first_position) + u64::from(rows);
         if rows == 0 {
@@ -124,24 +131,34 @@ impl HostBatch {
                 .push(pages[(position / spec.page_tokens) as usize] * spec.page_tokens + position % spec.page_tokens);
         }
         self.longest = self.longest.max(rows);
-        if let Some(p) = seq.sample {
-            check_sampling(&p)?;
-            self.push_out(first_row + rows - 1, &p, seq.first_position + rows);
+        if let Some(sample) = &seq.sample {
+            check_sampling(&sample.params)?;
+            check_adjust(sample, spec, bounds)?;
+            self.push_out(first_row + rows - 1, sample, seq.first_position + rows, spec);
         }
         Ok(())
     }
 
     /// The token at `position`, which follows `row`, is to be sampled.
-    fn push_out(&mut self, row: u32, p: &SampleParams, position: u32) {
+    fn push_out(&mut self, row: u32, sample: &Sample<'_>, position: u32, spec: &ModelSpec) {
         self.out_rows.push(row);
-        self.sampling.extend([
-            p.temperature.to_bits(),
-            p.top_p.to_bits(),
-            p.seed as u32,
-            (p.seed >> 32) as u32,
+        let adjust = &sample.adjust;
+        let row = Row {
+            params: sample.params,
             position,
-            0,
-        ]);
+            first: self.adjust.len() as u32,
+            biases: adjust.biases.len() as u32,
+            seen: adjust.seen.len() as u32,
+            mask: adjust
+                .mask
+                .map(|_| (self.masks.len() / mask_words(spec.vocab_size as usize)) as u32),
+            logprobs: sample.logprobs,
+        };
+        self.sampling.push(row.write());
+        self.adjust.extend_from_slice(adjust.biases);
+        self.adjust.extend_from_slice(adjust.seen);
+        self.masks.extend_from_slice(adjust.mask.unwrap_or_default());
+        self.logprobs |= sample.logprobs.is_some();
     }
 
     /// Writes the batch buffers.
@@ -155,21 +172,76 @@ impl HostBatch {
         backend.write(b.seqs, &self.seqs);
         backend.write(b.pages, &self.pages);
         backend.write(b.out_rows, &self.out_rows);
-        backend.write(b.sampling, &self.sampling);
+        backend.write(b.sampling, self.sampling.as_flattened());
+        // most steps have none
+        if !self.adjust.is_empty() {
+            backend.write(b.adjust, self.adjust.as_flattened());
+        }
+        if !self.masks.is_empty() {
+            backend.write(b.masks, &self.masks);
+        }
     }
 }
 
 fn check_sampling(p: &SampleParams) -> Result<(), String> {
-    if !(p.temperature.is_finite() && p.temperature >= 0.0) {
+    let named = [
+        (
+            "temperature",
+            p.temperature,
+            p.temperature >= 0.0,
+            "zero or a positive number",
+        ),
+        (
+            "top_p",
+            p.top_p,
+            p.top_p > 0.0 && p.top_p <= 1.0,
+            "a number above 0 and at most 1",
+        ),
+        ("min_p", p.min_p, (0.0..=1.0).contains(&p.min_p), "a number from 0 to 1"),
+        (
+            "repetition_penalty",
+            p.repetition_penalty,
+            p.repetition_penalty > 0.0,
+            "a positive number",
+        ),
+        ("presence_penalty", p.presence_penalty, true, "a number"),
+        ("frequency_penalty", p.frequency_penalty, true, "a number"),
+    ];
+    match named.iter().find(|(_, value, good, _)| !(*good && value.is_finite())) {
+        None => Ok(()),
+        Some((name, value, _, expected)) => Err(format!("{name} is {value}, {expected} is expected")),
+    }
+}
+
+fn check_adjust(sample: &Sample<'_>, spec: &ModelSpec, bounds: Bounds) -> Result<(), String> {
+    let (adjust, vocab) = (&sample.adjust, spec.vocab_size);
+    let most = bounds.seq_adjust - MAX_BIASES;
+    if adjust.biases.len() > MAX_BIASES || adjust.seen.len() > most {
         return Err(format!(
-            "temperature is {}, zero or a positive number is expected",
-            p.temperature
+            "it has {} biased and {} seen tokens, allowed are {MAX_BIASES} and {most}",
+            adjust.biases.len(),
+            adjust.seen.len()
         ));
     }
-    if !(p.top_p > 0.0 && p.top_p <= 1.0) {
+    if let Some([t, _]) = adjust.biases.iter().chain(adjust.seen).find(|[t, _]| *t >= vocab) {
+        return Err(format!("adjusted token {t} is not among the {vocab} of the vocabulary"));
+    }
+    if let Some([t, b]) = adjust.biases.iter().find(|[_, b]| !f32::from_bits(*b).is_finite()) {
         return Err(format!(
-            "top_p is {}, a number above 0 and at most 1 is expected",
-            p.top_p
+            "the bias of token {t} is {}, a number is expected",
+            f32::from_bits(*b)
+        ));
+    }
+    let words = mask_words(vocab as usize);
+    if let Some(mask) = adjust.mask.filter(|m| m.len() != words) {
+        return Err(format!(
+            "its mask has {} words, {vocab} tokens need {words}",
+            mask.len()
+        ));
+    }
+    if let Some(n) = sample.logprobs.filter(|n| *n as usize > MAX_LOGPROBS) {
+        return Err(format!(
+            "{n} log-probabilities are asked for, at most {MAX_LOGPROBS} are told"
         ));
     }
     Ok(())

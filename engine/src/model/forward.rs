@@ -2,9 +2,10 @@
 
 use super::LoadError;
 use super::config::ModelConfig;
-use crate::backend::{
-    Backend, BackendError, Batch, BufferId, BufferShape, Context, Heads, Op, SAMPLING_WORDS, SEQ_WORDS, WeightId,
-};
+use crate::backend::{Backend, BackendError, Batch, BufferId, BufferShape, Context, Heads, Op, SEQ_WORDS, WeightId};
+use crate::exec::{MAX_BIASES, mask_words};
+use crate::sample::logprob::LOGPROB_WORDS;
+use crate::sample::words::SAMPLING_WORDS;
 
 /// One layer's weights.
 pub(super) struct Layer {
@@ -40,6 +41,13 @@ pub(super) struct Bounds {
     pub(super) seqs: usize,
     /// Pages of one sequence.
     pub(super) seq_pages: usize,
+    /// Adjustments of one sequence: its biases, and the different tokens that it holds.
+    pub(super) seq_adjust: usize,
+}
+
+/// Adjustments of a sequence of `length` tokens.
+pub(super) fn adjustments(vocab_size: usize, length: usize) -> usize {
+    MAX_BIASES + length.min(vocab_size)
 }
 
 /// Bounds that a step's ops are built for: powers of two, so that few op lists serve all steps.
@@ -83,7 +91,7 @@ pub(super) struct Workspace {
 }
 
 /// Every buffer's shape, in the order of [`Workspace::new`].
-pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 17] {
+pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 20] {
     let rows = bounds.rows;
     let outs = bounds.seqs.min(rows);
     let words = |len| BufferShape::U32 { len };
@@ -99,7 +107,10 @@ pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 17] {
         words(bounds.seqs * bounds.seq_pages),
         words(outs),
         words(outs * SAMPLING_WORDS),
+        words(outs * bounds.seq_adjust * 2),
+        words(outs * mask_words(c.vocab_size)),
         words(outs),
+        words(outs * LOGPROB_WORDS),
         floats(rows, c.hidden_size),
         floats(rows, c.qkv_columns()),
         floats(rows, attended),
@@ -114,7 +125,7 @@ pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 17] {
 impl Workspace {
     /// Makes the buffers.
     pub(super) fn new(backend: &mut impl Backend, c: &ModelConfig, bounds: Bounds) -> Result<Self, BackendError> {
-        let mut ids = [BufferId(0); 17];
+        let mut ids = [BufferId(0); 20];
         for (id, shape) in ids.iter_mut().zip(shapes(c, bounds)) {
             *id = backend.buffer(shape)?;
         }
@@ -127,7 +138,10 @@ impl Workspace {
             pages,
             out_rows,
             sampling,
+            adjust,
+            masks,
             sampled,
+            logprobs,
             rest @ ..,
         ] = ids;
         let [x, qkv, attended, inner, hidden_act, attended_act, inner_act, logits] = rest;
@@ -140,7 +154,10 @@ impl Workspace {
             pages,
             out_rows,
             sampling,
+            adjust,
+            masks,
             sampled,
+            logprobs,
         };
         Ok(Self {
             batch,

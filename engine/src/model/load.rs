@@ -247,6 +247,7 @@ impl Sizes {
             rows: o.max_step_tokens as usize,
             seqs: o.max_step_seqs as usize,
             seq_pages: max_length.div_ceil(o.page_tokens as usize),
+            seq_adjust: forward::adjustments(c.vocab_size, max_length),
         };
         let sizes = Self { kv, max_length, bounds };
         sizes.check_memory(o, checkpoint, kv_bytes)?;

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::batch::HostBatch;
 use super::forward::{Bounds, Bucket, Llama, Workspace};
-use crate::backend::{Backend, Context, NOT_FINITE};
+use crate::backend::{Backend, Context, NONE_ALLOWED, NOT_FINITE};
 use crate::exec::{Executor, KvStore, ModelSpec, Sampled, StepError, StepSeq};
+use crate::sample::logprob::{self, LOGPROB_WORDS};
 
 /// A llama model on a backend.
 pub(super) struct Runner<B> {
@@ -18,6 +19,7 @@ pub(super) struct Runner<B> {
     kv: Arc<dyn KvStore>,
     batch: HostBatch,
     results: Vec<u32>,
+    logprobs: Vec<u32>,
 }
 
 impl<B: Backend> Runner<B> {
@@ -41,6 +43,7 @@ impl<B: Backend> Runner<B> {
             kv,
             batch: HostBatch::default(),
             results: Vec::new(),
+            logprobs: Vec::new(),
         }
     }
 
@@ -82,11 +85,23 @@ impl<B: Backend> Executor for Runner<B> {
         if !self.results.is_empty() {
             self.backend.read(self.workspace.batch.sampled, &mut self.results);
         }
-        let mut results = self.results.iter();
-        let sampled = |seq: &StepSeq<'_>| match seq.sample.and_then(|_| results.next()) {
-            None => Sampled::None,
-            Some(&NOT_FINITE) => Sampled::NotFinite,
-            Some(&token) => Sampled::Token(token),
+        if self.batch.wants_logprobs() {
+            self.logprobs.resize(self.batch.outs() * LOGPROB_WORDS, 0);
+            self.backend.read(self.workspace.batch.logprobs, &mut self.logprobs);
+        }
+        let mut results = self.results.iter().enumerate();
+        let sampled = |seq: &StepSeq<'_>| {
+            let Some((sample, (o, &token))) = seq.sample.as_ref().and_then(|s| Some((s, results.next()?))) else {
+                return Sampled::None;
+            };
+            match token {
+                NOT_FINITE => Sampled::NotFinite,
+                NONE_ALLOWED => Sampled::NoneAllowed,
+                token => {
+                    let told = |top| logprob::read(&self.logprobs[o * LOGPROB_WORDS..][..LOGPROB_WORDS], top as usize);
+                    Sampled::Token(token, sample.logprobs.map(|top| told(top.min(self.spec.vocab_size))))
+                }
+            }
         };
         Ok(batch.iter().map(sampled).collect())
     }

@@ -10,13 +10,11 @@ use super::{Dtype, KvBudget, LoadOptions, Scorer, dequantise_row};
 use crate::backend::cpu::{Cpu, Isa};
 use crate::backend::record::{Event, Recorder};
 use crate::backend::{BufferShape, Context, Op};
-use crate::exec::{Executor, KvRun, SampleParams, Sampled, StepSeq};
+use crate::exec::{Adjust, Executor, KvRun, Sample, SampleParams, Sampled, StepSeq};
 
-const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+mod sampling;
+
+const GREEDY: SampleParams = SampleParams::GREEDY;
 const PAGE: usize = 8;
 
 fn options(path: &Path, threads: usize) -> LoadOptions {
@@ -70,7 +68,7 @@ fn feed(m: &mut Runner<Cpu>, ids: &[u32], from: usize, chunk: usize, pages: &[u3
             tokens: &ids[at..end],
             first_position: at as u32,
             pages,
-            sample: (end == ids.len()).then_some(GREEDY),
+            sample: (end == ids.len()).then(|| GREEDY.into()),
         };
         m.step(&[seq], &mut |_| {}).unwrap();
         at = end;
@@ -155,7 +153,7 @@ fn beside_others(m: &mut Runner<Cpu>, ids: &[u32], whole: &[u32], vocab: usize) 
                     tokens: if s % 2 == 0 { &p[..1] } else { p },
                     first_position: if s % 2 == 0 { 30 } else { 0 },
                     pages: &shared,
-                    sample: (s % 3 != 0).then_some(GREEDY),
+                    sample: (s % 3 != 0).then(|| GREEDY.into()),
                 })
                 .collect();
             let place = others / 2;
@@ -164,7 +162,7 @@ fn beside_others(m: &mut Runner<Cpu>, ids: &[u32], whole: &[u32], vocab: usize) 
                 tokens: &ids[before..],
                 first_position: before as u32,
                 pages: &pages,
-                sample: Some(GREEDY),
+                sample: Some(GREEDY.into()),
             };
             batch.insert(place, seq);
             let result = m.step(&batch, &mut |_| {}).unwrap();
@@ -460,13 +458,13 @@ fn a_sequence_whose_numbers_break_fails_alone() {
                 tokens,
                 first_position: 0,
                 pages,
-                sample: Some(GREEDY),
+                sample: Some(GREEDY.into()),
             };
             let result = m
                 .step(&[seq(&bad[..], &b[..]), seq(&good[..], &a[..])], &mut |_| {})
                 .unwrap();
             assert_eq!(result[0], Sampled::NotFinite, "{kind:?} {isa:?}");
-            assert!(matches!(result[1], Sampled::Token(_)), "{kind:?} {isa:?}");
+            assert!(matches!(result[1], Sampled::Token(..)), "{kind:?} {isa:?}");
             assert!(logits(&m, 1, shape.vocab) == alone);
             // pages that held NaN serve the next sequence
             assert!(feed(&mut m, &good, 0, 5, &pages(1)) == alone, "{kind:?} {isa:?}");
@@ -522,6 +520,8 @@ fn a_decode_step_of_a_bucket_is_the_same_ops_on_the_same_buffers_at_any_lengths(
     for _ in 0..300 {
         let seqs = 1 + r.below(24);
         let positions: Vec<u32> = (0..seqs).map(|_| r.below(250) as u32).collect();
+        let (biases, mask) = ([[5, 0], [6, 1f32.to_bits()]], vec![u32::MAX; 4]);
+        let seen: Vec<[u32; 2]> = (0..r.below(90) as u32).map(|t| [t, t % 3]).collect();
         let batch: Vec<StepSeq<'_>> = positions
             .iter()
             .enumerate()
@@ -529,7 +529,15 @@ fn a_decode_step_of_a_bucket_is_the_same_ops_on_the_same_buffers_at_any_lengths(
                 tokens: &[3],
                 first_position: *p,
                 pages: &all[s],
-                sample: Some(GREEDY),
+                sample: Some(Sample {
+                    adjust: Adjust {
+                        biases: &biases[..s % 3],
+                        seen: if s % 2 == 0 { &seen } else { &[] },
+                        mask: (p % 2 == 0).then_some(&mask[..]),
+                    },
+                    logprobs: (p % 5 == 0).then_some(3),
+                    ..GREEDY.into()
+                }),
             })
             .collect();
         let events = record(&mut m, &batch);
@@ -570,7 +578,7 @@ fn every_buffer_is_made_while_loading() {
     let path = tiny::llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 5).write(dir.path());
     let m = recorder(&path);
     let allocated = m.backend.events.iter().filter(|e| matches!(e, Event::Alloc(_))).count();
-    assert_eq!(allocated, 17);
+    assert_eq!(allocated, 20);
     let logits = Event::Alloc(BufferShape::F32 { rows: 24, cols: 104 });
     assert!(m.backend.events.contains(&logits), "{:?}", m.backend.events);
 }
@@ -581,6 +589,7 @@ fn buckets_are_powers_of_two_up_to_the_bounds() {
         rows: 100,
         seqs: 24,
         seq_pages: 1,
+        seq_adjust: 0,
     };
     let of = |rows, outs| {
         let b = Bucket::of(rows, outs, bounds);
@@ -597,7 +606,8 @@ fn buckets_are_powers_of_two_up_to_the_bounds() {
             Bounds {
                 rows: 5,
                 seqs: 24,
-                seq_pages: 1
+                seq_pages: 1,
+                seq_adjust: 0
             }
         ),
         Bucket { rows: 4, outs: 4 }
@@ -609,7 +619,8 @@ fn buckets_are_powers_of_two_up_to_the_bounds() {
             Bounds {
                 rows: 5,
                 seqs: 24,
-                seq_pages: 1
+                seq_pages: 1,
+                seq_adjust: 0
             }
         ),
         Bucket { rows: 5, outs: 5 }

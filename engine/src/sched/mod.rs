@@ -9,6 +9,7 @@
 //! | [`scheduler`] | the handle: admission, generate, prefill, drain |
 //! | [`metrics`] | counters and gauges of all of this |
 //! | `sampling` | reads sampling off the wire, for both ends of a hand-off |
+//! | `chooser` | what one sequence brings to each choice of a token |
 //! | `shared` | what handle and loop share; places |
 //! | `seq` | one sequence, `(computed, total)` tokens |
 //! | `run` | the loop: its own thread, owner of the executor |
@@ -16,6 +17,7 @@
 //! Roles are budgets, not other code: a prefill engine runs sequences that end at their first token, a decode engine runs
 //! sequences whose prompt is complete, a unified engine runs both.
 
+mod chooser;
 pub mod knobs;
 pub mod load;
 pub mod metrics;
@@ -29,8 +31,8 @@ pub mod stream;
 
 pub use knobs::{KnobRange, SchedKnobs};
 pub use load::{Health, LoadSnapshot};
-pub use sampling::read_sampling;
-pub use scheduler::{Admission, GenParams, PrefillParams, Scheduler, StartError};
+pub use sampling::{Sampling, read_sampling};
+pub use scheduler::{Admission, First, GenParams, PrefillParams, Scheduler, StartError};
 pub use seq::{Cause, Stops};
 pub use shared::{Admitted, TransferGuard};
 pub use stream::{Finish, PrefillAbort, PrefillEvent, PrefillStream, SeqEvent, SeqStream};

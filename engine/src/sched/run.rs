@@ -10,7 +10,7 @@ use tandem_wire::{Failure, Reason};
 
 use super::plan::{self, Limits, Part, Work};
 use super::scheduler::Admission;
-use super::seq::{Kind, Seq, Stops};
+use super::seq::{Kind, Seq};
 use super::shared::{Admitted, Shared, Waiting};
 use super::stream::{Mailbox, PendingPrefill};
 use crate::exec::{Executor, Sampled, StepError, StepSeq};
@@ -72,7 +72,7 @@ struct Run {
 enum Outcome {
     Runs,
     Ends(Option<super::seq::Cause>),
-    Fails(&'static str),
+    Fails(Reason, &'static str),
 }
 
 impl Run {
@@ -107,7 +107,7 @@ impl Run {
         }
         let gives_up = |waiting: &Waiting| {
             let own = waiting.submitted + limit;
-            waiting.params.deadline.map_or(own, |d| d.min(own))
+            waiting.deadline.map_or(own, |d| d.min(own))
         };
         for waiting in std::mem::take(&mut self.queue) {
             if waiting.mailbox.is_aborted() || gives_up(&waiting) <= now {
@@ -117,7 +117,7 @@ impl Run {
             // first come, first served: nobody overtakes one that waits for pages
             let admitted = if self.queue.is_empty() {
                 let admission = Admission {
-                    prompt: Arc::clone(&waiting.params.prompt),
+                    prompt: Arc::clone(&waiting.prompt),
                     max_new_tokens: 1,
                     pulled: false,
                 };
@@ -143,7 +143,7 @@ impl Run {
             return;
         }
         let waited = now.saturating_duration_since(waiting.submitted).as_millis();
-        let failure = if waiting.params.deadline.is_some_and(|d| d <= now) {
+        let failure = if waiting.deadline.is_some_and(|d| d <= now) {
             let detail = format!("the request's time is over after {waited} ms in the prefill queue");
             self.shared.failure(Reason::Deadline, detail)
         } else {
@@ -158,28 +158,24 @@ impl Run {
         self.shared.left_queue(&waiting);
         let cached = admitted.pages.cached_tokens();
         self.shared.metrics.cached_tokens.inc_by(cached.into());
-        let params = waiting.params;
         self.running.push(Seq {
             kind: Kind::Prefill {
                 mailbox: waiting.mailbox,
                 chunks: 0,
             },
-            tokens: params.prompt.to_vec(),
-            prompt_len: params.prompt.len(),
+            tokens: waiting.prompt.to_vec(),
+            prompt_len: waiting.prompt.len(),
             computed: cached as usize,
             emitted: 0,
-            sampling: params.sampling,
-            stops: Stops {
-                stop_token_ids: params.stop_token_ids,
-                ignore_eos: params.ignore_eos,
-                max_new_tokens: params.max_new_tokens,
-            },
-            deadline: params.deadline,
+            chooser: waiting.chooser,
+            stops: waiting.stops,
+            deadline: waiting.deadline,
             last_step: 0,
             prompt_computed: 0,
             submitted: waiting.submitted,
             started: None,
             first_token: None,
+            logprob: None,
             admitted,
         });
     }
@@ -246,7 +242,7 @@ impl Run {
         metrics.steps.inc();
         metrics.step_seconds.observe(now.elapsed().as_secs_f64());
         match result {
-            Ok(sampled) if sampled.len() == parts.len() => self.hand_out(parts, &sampled),
+            Ok(sampled) if sampled.len() == parts.len() => self.hand_out(parts, sampled),
             Ok(sampled) => {
                 let why = format!("step of {} sequences gave {} results", parts.len(), sampled.len());
                 self.fail_step(parts, &why);
@@ -267,7 +263,7 @@ impl Run {
                     tokens: &seq.tokens[seq.computed..end],
                     first_position: seq.computed as u32,
                     pages: seq.admitted.pages.pages(),
-                    sample: (end == seq.tokens.len()).then_some(seq.sampling),
+                    sample: (end == seq.tokens.len()).then(|| seq.chooser.sample()),
                 }
             })
             .collect();
@@ -290,11 +286,11 @@ impl Run {
         })
     }
 
-    fn hand_out(&mut self, parts: &[Part], sampled: &[Sampled]) {
+    fn hand_out(&mut self, parts: &[Part], sampled: Vec<Sampled>) {
         let now = Instant::now();
         let (mut prompt, mut decode) = (0, 0);
         let mut over: Vec<(usize, Outcome)> = Vec::new();
-        for (part, &sampled) in parts.iter().zip(sampled) {
+        for (part, sampled) in parts.iter().zip(sampled) {
             let seq = &mut self.running[part.seq];
             let of_prompt = seq.prompt_left().min(part.tokens);
             prompt += u64::from(of_prompt);
@@ -302,17 +298,21 @@ impl Run {
             seq.advance(part.tokens, self.step);
             let asked = seq.computed == seq.tokens.len();
             let outcome = match (sampled, asked) {
-                (Sampled::NotFinite, _) => Outcome::Fails("hold NaN or infinity"),
-                (Sampled::None, true) => Outcome::Fails("were not sampled"),
-                (Sampled::None | Sampled::Token(_), false) => Outcome::Runs,
-                (Sampled::Token(token), true) => {
+                (Sampled::NotFinite, _) => Outcome::Fails(Reason::Internal, "hold NaN or infinity"),
+                (Sampled::NoneAllowed, _) => Outcome::Fails(
+                    Reason::Invalid,
+                    "allow no token: every one is forbidden by what the request asks for",
+                ),
+                (Sampled::None, true) => Outcome::Fails(Reason::Internal, "were not sampled"),
+                (Sampled::None | Sampled::Token(..), false) => Outcome::Runs,
+                (Sampled::Token(token, logprob), true) => {
                     if of_prompt > 0 {
                         // only now is the prompt's KV known to be finite
                         self.shared
                             .cache
                             .publish(&seq.tokens[..seq.computed], &seq.admitted.pages);
                     }
-                    let ends = seq.accept(token, &self.shared.spec.end_tokens, now);
+                    let ends = seq.accept(token, logprob, &self.shared.spec.end_tokens, now);
                     match (&seq.kind, ends) {
                         (Kind::Generate { .. }, None) => Outcome::Runs,
                         (Kind::Generate { .. } | Kind::Prefill { .. }, ends) => Outcome::Ends(ends),
@@ -336,9 +336,9 @@ impl Run {
                     self.shared.metrics.finished.inc();
                     seq.finish(cause, now);
                 }
-                Outcome::Fails(why) => {
+                Outcome::Fails(reason, why) => {
                     let detail = format!("the logits after token {} {why}", seq.computed);
-                    seq.fail(self.shared.failure(Reason::Internal, detail));
+                    seq.fail(self.shared.failure(reason, detail));
                 }
             }
         }

@@ -10,14 +10,16 @@ use tandem_wire::{Failure, Reason};
 use tokio::sync::watch;
 
 use super::Role;
+use super::chooser::Chooser;
 use super::knobs::{KnobRange, SchedKnobs};
 use super::load::{Health, LoadSnapshot};
 use super::metrics::SchedMetrics;
 use super::run;
+use super::sampling::Sampling;
 use super::seq::{Kind, Seq, Stops};
 use super::shared::{Admitted, Shared, Waiting};
 use super::stream::{Mailbox, Pending, PendingPrefill, PrefillStream, Reader, SeqStream};
-use crate::exec::{Executor, KvStore, ModelSpec, SampleParams};
+use crate::exec::{Executor, KvStore, Logprob, ModelSpec};
 use crate::kv::KvCache;
 
 /// Why the scheduler did not start.
@@ -42,11 +44,20 @@ pub struct Admission {
     pub pulled: bool,
 }
 
+/// The answer's first token, chosen elsewhere.
+#[derive(Debug, Clone, PartialEq)]
+pub struct First {
+    /// The token.
+    pub token: u32,
+    /// Where it was asked for.
+    pub logprob: Option<Logprob>,
+}
+
 /// How a generation runs.
 #[derive(Debug, Clone)]
 pub struct GenParams {
     /// How tokens are chosen.
-    pub sampling: SampleParams,
+    pub sampling: Sampling,
     /// Tokens to generate at most; no more than were admitted.
     pub max_new_tokens: u32,
     /// Stop tokens beside the model's own.
@@ -54,7 +65,7 @@ pub struct GenParams {
     /// The model's own end tokens do not stop it.
     pub ignore_eos: bool,
     /// The prompt is complete and this token follows it. It is the stream's first token.
-    pub first: Option<u32>,
+    pub first: Option<First>,
     /// Prompt tokens whose KV lies in the pages, cached or pulled.
     pub computed: u32,
     /// When the request's time is over.
@@ -69,7 +80,7 @@ pub struct PrefillParams {
     /// The prompt, at least one token.
     pub prompt: Arc<[u32]>,
     /// How the first token is chosen.
-    pub sampling: SampleParams,
+    pub sampling: Sampling,
     /// Stop tokens beside the model's own.
     pub stop_token_ids: Vec<u32>,
     /// The model's own end tokens do not stop it.
@@ -284,6 +295,11 @@ impl Scheduler {
         let mut admitted = admitted;
         admitted.place.pulled();
         let computed = params.computed.min(admitted.prompt.len() as u32) as usize;
+        let stops = Stops {
+            stop_token_ids: params.stop_token_ids,
+            ignore_eos: params.ignore_eos,
+            max_new_tokens: params.max_new_tokens.clamp(1, admitted.max_new_tokens),
+        };
         let mut seq = Seq {
             kind: Kind::Generate {
                 mailbox,
@@ -293,18 +309,15 @@ impl Scheduler {
             prompt_len: admitted.prompt.len(),
             computed,
             emitted: 0,
-            sampling: params.sampling,
-            stops: Stops {
-                stop_token_ids: params.stop_token_ids,
-                ignore_eos: params.ignore_eos,
-                max_new_tokens: params.max_new_tokens.clamp(1, admitted.max_new_tokens),
-            },
+            chooser: Chooser::new(params.sampling, &admitted.prompt, &stops, &shared.spec),
+            stops,
             deadline: params.deadline,
             last_step: 0,
             prompt_computed: 0,
             submitted: now,
             started: None,
             first_token: None,
+            logprob: None,
             admitted,
         };
         shared
@@ -312,16 +325,16 @@ impl Scheduler {
             .cached_tokens
             .inc_by(seq.admitted.pages.cached_tokens().into());
         match params.first {
-            Some(first) if first >= shared.spec.vocab_size => {
+            Some(First { token, .. }) if token >= shared.spec.vocab_size => {
                 let size = shared.spec.vocab_size;
-                let detail = format!("the prefill's first token is {first}, the vocabulary has {size}");
+                let detail = format!("the prefill's first token is {token}, the vocabulary has {size}");
                 seq.fail(shared.failure(Reason::Internal, detail));
                 return SeqStream(reader);
             }
-            Some(first) => {
+            Some(First { token, logprob }) => {
                 seq.computed = seq.prompt_len;
                 shared.cache.publish(&seq.tokens, &seq.admitted.pages);
-                if let Some(cause) = seq.accept(first, &shared.spec.end_tokens, now) {
+                if let Some(cause) = seq.accept(token, logprob, &shared.spec.end_tokens, now) {
                     shared.metrics.finished.inc();
                     seq.finish(Some(cause), now);
                     return SeqStream(reader);
@@ -374,9 +387,18 @@ impl Scheduler {
         let mailbox = Mailbox::<PendingPrefill>::new();
         let reader = self.reader(Arc::clone(&mailbox));
         mailbox.update(|pending| pending.queued(ahead));
+        let stops = Stops {
+            stop_token_ids: params.stop_token_ids,
+            ignore_eos: params.ignore_eos,
+            max_new_tokens: params.max_new_tokens,
+        };
         let waiting = Waiting {
             mailbox,
-            params,
+            // a long prompt takes a while to count: not on the loop's thread
+            chooser: Chooser::new(params.sampling, &params.prompt, &stops, &shared.spec),
+            stops,
+            prompt: params.prompt,
+            deadline: params.deadline,
             submitted: Instant::now(),
         };
         let refused = {

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use tandem_wire::proto::finished::Cause as WireCause;
 use tandem_wire::{Failure, Reason};
 
+use super::chooser::Chooser;
 use super::shared::Admitted;
 use super::stream::{Finish, Mailbox, PendingPrefill, PendingTokens, PrefillEvent, SeqEvent};
-use crate::exec::SampleParams;
+use crate::exec::Logprob;
 
 /// Why a good answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,9 +51,15 @@ pub struct Stops {
 }
 
 impl Stops {
+    /// The tokens that end the answer wherever they are sampled.
+    pub(super) fn ending<'a>(&'a self, end_tokens: &'a [u32]) -> impl Iterator<Item = u32> + 'a {
+        let own = if self.ignore_eos { &[] } else { end_tokens };
+        self.stop_token_ids.iter().chain(own).copied()
+    }
+
     /// Whether `token`, sampled after `emitted` tokens went out, ends the answer.
     pub fn ends(&self, token: u32, emitted: u32, end_tokens: &[u32]) -> Option<Cause> {
-        if self.stop_token_ids.contains(&token) || (!self.ignore_eos && end_tokens.contains(&token)) {
+        if self.ending(end_tokens).any(|end| end == token) {
             Some(Cause::Stop)
         } else if emitted + 1 >= self.max_new_tokens {
             Some(Cause::Length)
@@ -91,7 +98,7 @@ pub(super) struct Seq {
     pub(super) computed: usize,
     /// Tokens that went out.
     pub(super) emitted: u32,
-    pub(super) sampling: SampleParams,
+    pub(super) chooser: Chooser,
     pub(super) stops: Stops,
     pub(super) deadline: Option<Instant>,
     pub(super) last_step: u64,
@@ -100,6 +107,8 @@ pub(super) struct Seq {
     pub(super) submitted: Instant,
     pub(super) started: Option<Instant>,
     pub(super) first_token: Option<Instant>,
+    /// Of the last token, where it was asked for and nobody was told yet.
+    pub(super) logprob: Option<Logprob>,
 }
 
 impl Seq {
@@ -143,16 +152,26 @@ impl Seq {
     }
 
     /// Takes a sampled token; `Some` if it ends the sequence.
-    pub(super) fn accept(&mut self, token: u32, end_tokens: &[u32], now: Instant) -> Option<Cause> {
+    pub(super) fn accept(
+        &mut self,
+        token: u32,
+        logprob: Option<Logprob>,
+        end_tokens: &[u32],
+        now: Instant,
+    ) -> Option<Cause> {
         self.first_token.get_or_insert(now);
+        self.chooser.accept(token);
+        self.logprob = logprob;
         let ends = self.stops.ends(token, self.emitted, end_tokens);
         if let Kind::Generate { mailbox, gather } = &self.kind
             && ends != Some(Cause::Stop)
         {
             self.emitted += 1;
             let gather = *gather;
+            let logprob = self.logprob.take();
             mailbox.update(|pending| {
                 pending.tokens.push(token);
+                pending.logprobs.extend(logprob);
                 !gather || pending.tokens.len() >= GATHER_TOKENS
             });
         }
@@ -202,6 +221,7 @@ impl Seq {
                 let Some(&first_token) = self.tokens.last() else { return };
                 mailbox.end(PrefillEvent::Done {
                     first_token,
+                    first_logprob: self.logprob,
                     ends: cause,
                     pages,
                     hand_off,

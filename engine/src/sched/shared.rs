@@ -11,11 +11,12 @@ use tandem_wire::{Failure, Reason};
 use tokio::sync::watch;
 
 use super::Role;
+use super::chooser::Chooser;
 use super::knobs::SchedKnobs;
 use super::load::{Health, LoadSnapshot};
 use super::metrics::SchedMetrics;
-use super::scheduler::{Admission, PrefillParams};
-use super::seq::Seq;
+use super::scheduler::Admission;
+use super::seq::{Seq, Stops};
 use super::stream::{Mailbox, PendingPrefill};
 use crate::exec::{Executor, KvStore, ModelSpec};
 use crate::kv::{KvCache, NoPages, PageStats, SeqPages};
@@ -24,7 +25,10 @@ use crate::kv::{KvCache, NoPages, PageStats, SeqPages};
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) mailbox: Arc<Mailbox<PendingPrefill>>,
-    pub(super) params: PrefillParams,
+    pub(super) prompt: Arc<[u32]>,
+    pub(super) chooser: Chooser,
+    pub(super) stops: Stops,
+    pub(super) deadline: Option<Instant>,
     pub(super) submitted: Instant,
 }
 
@@ -199,7 +203,7 @@ impl Shared {
     /// A prefill no longer waits.
     pub(super) fn left_queue(&self, waiting: &Waiting) {
         self.waiting.fetch_sub(1, Ordering::AcqRel);
-        let tokens = waiting.params.prompt.len() as u64;
+        let tokens = waiting.prompt.len() as u64;
         self.waiting_tokens.fetch_sub(tokens, Ordering::AcqRel);
     }
 

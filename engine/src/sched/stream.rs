@@ -14,6 +14,7 @@ use tokio::sync::{Notify, watch};
 use super::load::Health;
 use super::seq::Cause;
 use super::shared::TransferGuard;
+use crate::exec::Logprob;
 use crate::kv::SeqPages;
 
 /// How a good answer ended.
@@ -36,10 +37,15 @@ pub struct Finish {
 }
 
 /// What happens to a generation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum SeqEvent {
     /// Tokens since the last event, in order; at least one.
-    Tokens(Vec<u32>),
+    Tokens {
+        /// The tokens.
+        ids: Vec<u32>,
+        /// One for each of them where they were asked for.
+        logprobs: Vec<Logprob>,
+    },
     /// Terminal.
     Finished(Finish),
     /// Terminal.
@@ -72,6 +78,8 @@ pub enum PrefillEvent {
     Done {
         /// Sampled after the prompt.
         first_token: u32,
+        /// Of the first token, where it was asked for.
+        first_logprob: Option<Logprob>,
         /// The first token ends the request.
         ends: Option<Cause>,
         /// Hold them as long as somebody copies.
@@ -238,12 +246,16 @@ impl<P: Pending> Drop for Reader<P> {
 #[derive(Debug, Default)]
 pub(super) struct PendingTokens {
     pub(super) tokens: Vec<u32>,
+    pub(super) logprobs: Vec<Logprob>,
 }
 
 impl Pending for PendingTokens {
     type Event = SeqEvent;
     fn take(&mut self) -> Option<SeqEvent> {
-        (!self.tokens.is_empty()).then(|| SeqEvent::Tokens(std::mem::take(&mut self.tokens)))
+        (!self.tokens.is_empty()).then(|| SeqEvent::Tokens {
+            ids: std::mem::take(&mut self.tokens),
+            logprobs: std::mem::take(&mut self.logprobs),
+        })
     }
     fn failed(failure: Failure) -> SeqEvent {
         SeqEvent::Failed(failure)

@@ -15,8 +15,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::node::{Shared, UnderWay};
-use crate::exec::SampleParams;
-use crate::sched::{Admission, Admitted, Cause, GenParams, SeqEvent, Stops, read_sampling};
+use crate::exec::Logprob;
+use crate::sched::{Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stops, read_sampling};
 use crate::transfer::{PullRequest, Pulled};
 
 /// Events that wait for a slow reader; tokens beyond wait in the sequence's mailbox, bounded by the request.
@@ -35,7 +35,9 @@ struct Gone;
 struct Asked {
     request_id: String,
     prompt: Arc<[u32]>,
-    sampling: SampleParams,
+    sampling: Sampling,
+    /// The same as it came, for prefill.
+    wire_sampling: proto::Sampling,
     stops: Stops,
     peer: Option<(TransferKey, String, BootId)>,
     recompute: bool,
@@ -90,7 +92,8 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
             role.name()
         )));
     }
-    let sampling = read_sampling(request.sampling.as_ref()).map_err(invalid)?;
+    let vocab_size = shared.scheduler.spec().vocab_size;
+    let sampling = read_sampling(request.sampling.as_ref(), vocab_size, request.max_new_tokens).map_err(invalid)?;
     if request.stop_token_ids.len() > MAX_STOP_TOKENS {
         let found = request.stop_token_ids.len();
         return Err(invalid(format!(
@@ -118,6 +121,7 @@ fn read(shared: &Shared, request: GenerateRequest) -> Result<Asked, Failure> {
         request_id,
         prompt: request.prompt_tokens.into(),
         sampling,
+        wire_sampling: request.sampling.unwrap_or_default(),
         stops: Stops {
             stop_token_ids: request.stop_token_ids,
             ignore_eos: request.ignore_eos,
@@ -196,19 +200,16 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
                 shared.scheduler.metrics().finished();
                 if cause == Cause::Length {
                     usage.completion_tokens = 1;
-                    let ids = vec![pulled.first_token];
-                    send(
-                        events,
-                        Event::Tokens(proto::Tokens {
-                            ids,
-                            ..proto::Tokens::default()
-                        }),
-                    )
-                    .await?;
+                    let logprobs = pulled.first_logprob.as_slice();
+                    send(events, tokens(vec![pulled.first_token], logprobs)).await?;
                 }
                 return finish(events, cause, usage).await;
             }
-            generate(shared, asked, admitted, Some(pulled.first_token), usage, events).await
+            let first = First {
+                token: pulled.first_token,
+                logprob: pulled.first_logprob,
+            };
+            generate(shared, asked, admitted, Some(first), usage, events).await
         }
         Err(failure) if asked.recompute && recomputable(&failure, asked.deadline) => {
             tracing::info!(%key, request_id = asked.request_id, "prefilling here: {failure}");
@@ -245,7 +246,7 @@ async fn pull(
         prompt: Arc::clone(&asked.prompt),
         pages: Arc::clone(&admitted.pages),
         have_tokens: admitted.pages.cached_tokens(),
-        sampling: asked.sampling,
+        sampling: asked.wire_sampling.clone(),
         stops: asked.stops.clone(),
         remaining: asked.deadline.map(|d| d.saturating_duration_since(Instant::now())),
         request_id: asked.request_id.clone(),
@@ -281,11 +282,16 @@ async fn generate(
     shared: &Shared,
     asked: Asked,
     admitted: Admitted,
-    first: Option<u32>,
+    first: Option<First>,
     mut usage: proto::Usage,
     events: &Events,
 ) -> Result<(), Gone> {
-    let computed = first.map_or(admitted.pages.cached_tokens(), |_| usage.prompt_tokens);
+    let pulled = first.is_some();
+    let computed = if pulled {
+        usage.prompt_tokens
+    } else {
+        admitted.pages.cached_tokens()
+    };
     let mut stream = shared.scheduler.generate(
         admitted,
         GenParams {
@@ -302,24 +308,17 @@ async fn generate(
     let mut decoding = false;
     loop {
         match stream.recv().await {
-            Some(SeqEvent::Tokens(ids)) => {
+            Some(SeqEvent::Tokens { ids, logprobs }) => {
                 if !std::mem::replace(&mut decoding, true) {
                     phase(events, PhaseKind::Decode).await?;
                 }
-                send(
-                    events,
-                    Event::Tokens(proto::Tokens {
-                        ids,
-                        ..proto::Tokens::default()
-                    }),
-                )
-                .await?;
+                send(events, tokens(ids, &logprobs)).await?;
             }
             Some(SeqEvent::Finished(done)) => {
                 usage.completion_tokens = done.completion_tokens;
                 usage.computed_tokens = done.computed_tokens;
                 usage.decode_us = done.decode.as_micros() as u64;
-                if first.is_none() {
+                if !pulled {
                     usage.cached_tokens = done.cached_tokens;
                     usage.queue_us = done.queue.as_micros() as u64;
                     usage.prefill_us = done.prefill.as_micros() as u64;
@@ -336,6 +335,13 @@ async fn generate(
             }
         }
     }
+}
+
+fn tokens(ids: Vec<u32>, logprobs: &[Logprob]) -> Event {
+    Event::Tokens(proto::Tokens {
+        ids,
+        logprobs: logprobs.iter().map(Logprob::to_wire).collect(),
+    })
 }
 
 async fn finish(events: &Events, cause: Cause, usage: proto::Usage) -> Result<(), Gone> {

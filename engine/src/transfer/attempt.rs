@@ -18,6 +18,7 @@ use super::inbox::Inbox;
 use super::peers::{Lane, data_endpoint, lost};
 use super::pull::{Phase, PullEntry, PullRequest, Pulled, Puller};
 use super::wait::{Overtime, Wait};
+use crate::exec::Logprob;
 use crate::sched::Cause;
 
 /// A goodbye (commit, abort) that the peer does not take within this long is left to the peer's lease.
@@ -95,12 +96,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             layout: Some(self.puller.layout.to_wire()),
             prompt_tokens: request.prompt.to_vec(),
             have_tokens: request.have_tokens,
-            sampling: Some(proto::Sampling {
-                temperature: request.sampling.temperature,
-                top_p: request.sampling.top_p,
-                seed: request.sampling.seed,
-                ..proto::Sampling::default()
-            }),
+            sampling: Some(request.sampling.clone()),
             stop_token_ids: request.stops.stop_token_ids.clone(),
             ignore_eos: request.stops.ignore_eos,
             max_new_tokens: request.stops.max_new_tokens,
@@ -369,6 +365,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
                 format!("prefill's first token is {first_token}, the vocabulary has {vocabulary}"),
             ));
         }
+        let first_logprob = self.first_logprob(manifest)?;
         let finished = if manifest.finished {
             let cause = Cause::from_wire(manifest.finish_cause()).ok_or_else(|| {
                 Failure::new(
@@ -397,6 +394,7 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
         let since = self.frames_due.unwrap_or_else(Instant::now);
         Ok(Some(Pulled {
             first_token,
+            first_logprob,
             finished,
             moved_tokens,
             moved_bytes: if manifest.finished { 0 } else { self.inbox.bytes() },
@@ -405,6 +403,21 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             prefill_us: manifest.prefill_us,
             transfer_us: since.elapsed().as_micros() as u64,
         }))
+    }
+
+    /// The first token's log-probability, where the request asks for it.
+    fn first_logprob(&self, manifest: &proto::Manifest) -> Result<Option<Logprob>, Failure> {
+        let Some(top) = self.request.sampling.logprobs else {
+            return Ok(None);
+        };
+        let broken = |why: String| Failure::new(Reason::Incomplete, Source::Prefill, format!("first_logprobs: {why}"));
+        let [logprob] = &manifest.first_logprobs[..] else {
+            let n = manifest.first_logprobs.len();
+            return Err(broken(format!("the manifest holds {n}, expected 1")));
+        };
+        Logprob::from_wire(logprob, top, self.puller.spec.vocab_size)
+            .map(Some)
+            .map_err(broken)
     }
 
     /// After a loss or a silence the next attempt dials anew: a link that swallows everything would swallow it too, until

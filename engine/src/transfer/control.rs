@@ -16,6 +16,7 @@ use super::peers::lost;
 use super::source::{HandOff, Held, Shared};
 use super::timers::TimerValues;
 use super::wait::Overtime;
+use crate::exec::Logprob;
 use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream};
 
 /// Messages that wait to be sent.
@@ -31,6 +32,7 @@ type Outbox = mpsc::Sender<Result<PrefillMessage, Status>>;
 /// What the manifest says beside what was sent.
 struct Outcome {
     first_token: u32,
+    first_logprob: Option<Logprob>,
     ends: Option<Cause>,
     queue: Duration,
     prefill: Duration,
@@ -345,6 +347,7 @@ impl Control {
             }
             Some(PrefillEvent::Done {
                 first_token,
+                first_logprob,
                 ends,
                 pages,
                 hand_off,
@@ -356,6 +359,7 @@ impl Control {
                 self.on_started(0);
                 self.outcome = Some(Outcome {
                     first_token,
+                    first_logprob,
                     ends,
                     queue,
                     prefill,
@@ -441,7 +445,7 @@ impl Control {
             queue_us: outcome.queue.as_micros() as u64,
             prefill_us: outcome.prefill.as_micros() as u64,
             lease_ms: self.shared.timers.get().renewed_within().as_millis() as u64,
-            first_logprobs: Vec::new(),
+            first_logprobs: outcome.first_logprob.iter().map(Logprob::to_wire).collect(),
         };
         send(&self.outbox, prefill_message::Message::Manifest(manifest));
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tandem_wire::proto;
 use tandem_wire::state::DecodeState;
 use tandem_wire::{BootId, Failure, KvLayout, Reason, Source, TransferKey};
 use tokio_util::task::TaskTracker;
@@ -14,7 +15,7 @@ use super::peers::Peers;
 use super::registry::{Ending, Registry, Tracked};
 use super::timers::{KeepAlive, Timers};
 use super::watchdog;
-use crate::exec::{KvStore, ModelSpec, SampleParams};
+use crate::exec::{KvStore, Logprob, ModelSpec};
 use crate::kv::SeqPages;
 use crate::sched::{Cause, Stops};
 
@@ -51,8 +52,8 @@ pub struct PullRequest {
     pub pages: Arc<SeqPages>,
     /// KV of tokens before this lies in the pages already; at least `pages.cached_tokens()`.
     pub have_tokens: u32,
-    /// How prefill samples the first token.
-    pub sampling: SampleParams,
+    /// How prefill samples the first token: the request's own, passed on as it came.
+    pub sampling: proto::Sampling,
     /// When the answer ends.
     pub stops: Stops,
     /// The request's remaining time.
@@ -62,10 +63,12 @@ pub struct PullRequest {
 }
 
 /// A hand-off that was committed: the prompt's KV lies in the pages, unless `finished`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Pulled {
     /// Sampled by prefill after the prompt.
     pub first_token: u32,
+    /// Of the first token, where it was asked for.
+    pub first_logprob: Option<Logprob>,
     /// The first token ended the request: **no KV was moved**, the pages hold nothing beyond `have_tokens`.
     pub finished: Option<Cause>,
     /// Prompt tokens whose KV came.

@@ -22,9 +22,9 @@ use super::metrics::{SideMetrics, TransferMetrics};
 use super::registry::{Ending, Found, Registry, Tracked};
 use super::timers::Timers;
 use super::{body, control, data, watchdog};
-use crate::exec::{KvStore, ModelSpec, SampleParams};
+use crate::exec::{KvStore, ModelSpec};
 use crate::kv::SeqPages;
-use crate::sched::{PrefillAbort, Scheduler, TransferGuard, read_sampling};
+use crate::sched::{PrefillAbort, Sampling, Scheduler, TransferGuard, read_sampling};
 
 /// A prompt of a million tokens takes 3 to 5 MB on the wire.
 const MAX_CONTROL_MESSAGE_BYTES: usize = 64 << 20;
@@ -234,7 +234,7 @@ fn id<T>(read: Result<T, tandem_wire::id::IdError>) -> Result<T, Failure> {
 
 impl Shared {
     /// Everything that can be said against an Open before anything is taken for it.
-    pub(super) fn check(&self, open: &Open) -> Result<(TransferKey, SampleParams, HandOff), Failure> {
+    pub(super) fn check(&self, open: &Open) -> Result<(TransferKey, Sampling, HandOff), Failure> {
         let key = id(TransferKey::from_wire(open.key.as_ref()))?;
         if open.prefill_boot_id[..] != self.boot_id.as_bytes()[..] {
             return Err(Failure::stale_boot(
@@ -275,7 +275,8 @@ impl Shared {
         if open.max_new_tokens == 0 {
             return refuse(Reason::Invalid, "max_new_tokens is 0, the least is 1");
         }
-        let sampling = read_sampling(open.sampling.as_ref()).or_else(|e| refuse(Reason::Invalid, e))?;
+        let sampling = read_sampling(open.sampling.as_ref(), self.spec.vocab_size, open.max_new_tokens)
+            .or_else(|e| refuse(Reason::Invalid, e))?;
         let hand_off = HandOff {
             cell: Cell::new(PrefillState::Queued, true, None, Arc::clone(&self.metrics)),
             decode_boot,

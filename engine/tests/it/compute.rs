@@ -2,16 +2,12 @@
 
 use std::path::PathBuf;
 
-use tandem_engine::exec::{Executor, SampleParams, Sampled, StepError, StepSeq};
+use tandem_engine::exec::{Executor, Sample, SampleParams, Sampled, StepError, StepSeq};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
 
 use crate::tiny::{self, Kind, Shape};
 
-const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+const GREEDY: SampleParams = SampleParams::GREEDY;
 
 fn tiny_model(dir: &std::path::Path) -> Box<dyn Executor> {
     let path = tiny::llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 1).write(dir);
@@ -26,6 +22,12 @@ fn tiny_model(dir: &std::path::Path) -> Box<dyn Executor> {
     load(&options, &mut |_| {}).unwrap()
 }
 
+fn greedy_but(change: impl FnOnce(&mut SampleParams)) -> Sample<'static> {
+    let mut params = GREEDY;
+    change(&mut params);
+    params.into()
+}
+
 #[test]
 fn a_step_that_does_not_fit_is_refused_with_numbers() {
     let dir = tempfile::tempdir().unwrap();
@@ -34,7 +36,7 @@ fn a_step_that_does_not_fit_is_refused_with_numbers() {
         tokens,
         first_position: 0,
         pages,
-        sample: Some(GREEDY),
+        sample: Some(GREEDY.into()),
     };
     assert_eq!(m.step(&[], &mut |_| {}).unwrap(), []);
     match m.step(&[seq(&[1; 17], &[0, 1])], &mut |_| {}) {
@@ -79,27 +81,21 @@ fn a_step_that_does_not_fit_is_refused_with_numbers() {
         (StepSeq { pages: &[8], ..s }, "page 8"),
         (
             StepSeq {
-                sample: Some(SampleParams {
-                    temperature: -1.0,
-                    ..GREEDY
-                }),
+                sample: Some(greedy_but(|p| p.temperature = -1.0)),
                 ..s
             },
             "temperature is -1",
         ),
         (
             StepSeq {
-                sample: Some(SampleParams {
-                    temperature: f32::NAN,
-                    ..GREEDY
-                }),
+                sample: Some(greedy_but(|p| p.temperature = f32::NAN)),
                 ..s
             },
             "temperature is NaN",
         ),
         (
             StepSeq {
-                sample: Some(SampleParams { top_p: 0.0, ..GREEDY }),
+                sample: Some(greedy_but(|p| p.top_p = 0.0)),
                 ..s
             },
             "top_p is 0",
@@ -112,7 +108,7 @@ fn a_step_that_does_not_fit_is_refused_with_numbers() {
             other => panic!("{why}: {other:?}"),
         }
     }
-    assert!(matches!(m.step(&[s], &mut |_| {}).unwrap()[..], [Sampled::Token(_)]));
+    assert!(matches!(m.step(&[s], &mut |_| {}).unwrap()[..], [Sampled::Token(..)]));
 }
 
 #[test]
@@ -124,12 +120,13 @@ fn sampling_depends_on_seed_and_position_alone() {
             temperature: 1.5,
             top_p: 0.95,
             seed,
+            ..GREEDY
         };
         let seq = StepSeq {
             tokens: &[4, 5, 6],
             first_position: 0,
             pages: &[1],
-            sample: Some(params),
+            sample: Some(params.into()),
         };
         let other = StepSeq {
             tokens: &[9; 11],
@@ -137,7 +134,7 @@ fn sampling_depends_on_seed_and_position_alone() {
             ..seq
         };
         let batch = if beside { vec![other, seq] } else { vec![seq] };
-        *m.step(&batch, &mut |_| {}).unwrap().last().unwrap()
+        m.step(&batch, &mut |_| {}).unwrap().pop().unwrap()
     };
     let alone: Vec<Sampled> = (0..40).map(|s| draw(s, false)).collect();
     assert_eq!(alone, (0..40).map(|s| draw(s, true)).collect::<Vec<_>>());
@@ -176,11 +173,11 @@ fn continue_greedily(m: &mut dyn Executor, prompt: &[u32], count: usize, chunk: 
             tokens: &tokens[done..end],
             first_position: done as u32,
             pages: &pages,
-            sample: (end == tokens.len()).then_some(GREEDY),
+            sample: (end == tokens.len()).then(|| GREEDY.into()),
         };
-        let result = m.step(&[seq], &mut |_| {}).unwrap()[0];
+        let result = m.step(&[seq], &mut |_| {}).unwrap().remove(0);
         done = end;
-        if let Sampled::Token(t) = result {
+        if let Sampled::Token(t, _) = result {
             tokens.push(t);
         }
     }

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::exec::{KvRun, SampleParams};
-use tandem_engine::sched::{Admission, Cause, GenParams, Health, PrefillEvent, Role, SchedKnobs, SeqEvent, StartError};
+use tandem_engine::sched::{
+    Admission, Cause, First, GenParams, Health, PrefillEvent, Role, SchedKnobs, SeqEvent, StartError,
+};
 use tandem_wire::{Reason, Source};
 
 use crate::support::fake::{END_TOKEN, FakeConfig, FakeExecutor, mix, solo};
@@ -12,6 +14,10 @@ use crate::support::node::eventually;
 use crate::support::sched::{
     GREEDY, PATIENCE, collect, collect_prefill, generate, params, prefill_params, prompt, start, until_idle,
 };
+
+fn lone(token: u32) -> First {
+    First { token, logprob: None }
+}
 
 #[tokio::test]
 async fn how_a_prompt_is_cut_into_chunks_does_not_change_its_tokens() {
@@ -81,8 +87,8 @@ async fn neighbours_and_aborts_do_not_change_a_requests_tokens() {
             let new = 1 + (r >> 16) as u32 % 60;
             let sampling = SampleParams {
                 temperature: if r.is_multiple_of(3) { 0.8 } else { 0.0 },
-                top_p: 1.0,
                 seed: r,
+                ..GREEDY
             };
             let gather = r.is_multiple_of(2);
             let abort_after = (r % 4 == 1).then_some((r >> 24) as usize % 40);
@@ -90,7 +96,7 @@ async fn neighbours_and_aborts_do_not_change_a_requests_tokens() {
             let config = config.clone();
             tasks.push(tokio::spawn(async move {
                 let given = GenParams {
-                    sampling,
+                    sampling: sampling.into(),
                     gather,
                     ..params(new)
                 };
@@ -100,7 +106,7 @@ async fn neighbours_and_aborts_do_not_change_a_requests_tokens() {
                     let mut seen = Vec::new();
                     while seen.len() < after {
                         match stream.recv().await.unwrap() {
-                            SeqEvent::Tokens(more) => seen.extend(more),
+                            SeqEvent::Tokens { ids: more, .. } => seen.extend(more),
                             SeqEvent::Finished(_) => break,
                             SeqEvent::Failed(failure) => panic!("{failure}"),
                         }
@@ -178,7 +184,7 @@ async fn what_was_prefilled_elsewhere_goes_on_as_if_it_had_been_computed_here() 
         }
     }
     let given = GenParams {
-        first: Some(*first_token),
+        first: Some(lone(*first_token)),
         computed: 130,
         ..params(12)
     };
@@ -334,7 +340,7 @@ async fn an_abort_at_any_stage_frees_everything() {
 
     // while decoding
     let mut stream = generate(&scheduler, &prompt(3, 60), params(400)).unwrap();
-    assert!(matches!(stream.recv().await, Some(SeqEvent::Tokens(_))));
+    assert!(matches!(stream.recv().await, Some(SeqEvent::Tokens { .. })));
     control.pause();
     control.wait_until_held();
     let steps = control.steps();
@@ -743,7 +749,7 @@ async fn an_answer_ends_at_a_stop_token_an_end_token_or_its_length() {
         };
         let given = GenParams {
             stop_token_ids: stop,
-            first: Some(first),
+            first: Some(lone(first)),
             computed: 20,
             ..params(max_new_tokens)
         };
@@ -797,7 +803,7 @@ async fn gathered_tokens_come_in_few_events() {
     let (mut events, mut tokens) = (0, Vec::new());
     while let Some(event) = stream.recv().await {
         match event {
-            SeqEvent::Tokens(more) => {
+            SeqEvent::Tokens { ids: more, .. } => {
                 events += 1;
                 tokens.extend(more);
             }
@@ -863,7 +869,7 @@ async fn a_first_token_outside_of_the_vocabulary_fails_its_request_and_reaches_n
         pulled: true,
     };
     let given = GenParams {
-        first: Some(2_048),
+        first: Some(lone(2_048)),
         computed: 20,
         ..params(5)
     };

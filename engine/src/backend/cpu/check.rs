@@ -3,6 +3,8 @@
 use super::device::{Device, Weight};
 use super::pack::{BLOCK, LANES, Panels};
 use crate::backend::{BufferId, BufferShape, Heads, Op, WeightId};
+use crate::sample::logprob::LOGPROB_WORDS;
+use crate::sample::words::SAMPLING_WORDS;
 
 impl Device {
     pub(super) fn matrix(&self, id: WeightId) -> &Panels {
@@ -34,6 +36,10 @@ impl Device {
             BufferShape::Activation { rows, k } => {
                 assert!(rows >= least_rows && k == inputs, "{op:?}: {id:?} is {rows} x {k}");
             }
+            other => panic!("{op:?}: {id:?} is {other:?}"),
+        };
+        let words = |id: BufferId, least: usize| match self.buffers[id.0 as usize].shape {
+            BufferShape::U32 { len } => assert!(len >= least, "{op:?}: {id:?} has {len} words"),
             other => panic!("{op:?}: {id:?} is {other:?}"),
         };
         let padded = |w: &Panels| w.panels() * LANES;
@@ -123,8 +129,16 @@ impl Device {
                 floats(logits, outs, padded(w));
             }
             Op::Sample {
-                logits, vocab, outs, ..
-            } => floats(logits, outs, vocab.next_multiple_of(LANES)),
+                logits,
+                vocab,
+                batch,
+                outs,
+            } => {
+                floats(logits, outs, vocab.next_multiple_of(LANES));
+                words(batch.sampling, outs * SAMPLING_WORDS);
+                words(batch.sampled, outs);
+                words(batch.logprobs, outs * LOGPROB_WORDS);
+            }
             Op::AllReduce { .. } | Op::LayerDone { .. } => {}
         }
     }

@@ -37,6 +37,8 @@ pub(super) struct Scratch {
     pub(super) attention: Memory,
     /// One row as a matmul's input.
     pub(super) act: Memory,
+    /// A row of logits, adjusted.
+    pub(super) adjusted: Memory,
     /// (probability, token) while sampling.
     pub(super) candidates: Memory,
 }
@@ -149,6 +151,7 @@ impl Cpu {
                     false,
                 )?,
                 act: Memory::zeroed("one row's input", Act::bytes(1, sizes.row), false)?,
+                adjusted: Memory::zeroed("an adjusted row", sizes.columns * 4, false)?,
                 candidates: Memory::zeroed("sampling candidates", sizes.columns * 8, false)?,
             });
         }

@@ -8,9 +8,10 @@ use super::device::{Device, Scratch};
 use super::kernels::{Attention, Out, QUERY_ROWS};
 use super::pack::{BLOCK, LANES, Panels};
 use super::pool::{Barrier, share};
-use crate::backend::{Batch, BufferId, BufferShape, Heads, NOT_FINITE, Op, SAMPLING_WORDS, SEQ_WORDS, WeightId};
-use crate::exec::SampleParams;
-use crate::sample;
+use crate::backend::{Batch, BufferId, BufferShape, Heads, NONE_ALLOWED, NOT_FINITE, Op, SEQ_WORDS, WeightId};
+use crate::exec::mask_words;
+use crate::sample::logprob::LOGPROB_WORDS;
+use crate::sample::{self, Unchosen, Work, logprob, words};
 
 /// Panels that a worker's share is a multiple of: the width of the widest tile.
 const SHARE_PANELS: usize = 4;
@@ -548,19 +549,33 @@ impl<'a> Worker<'a> {
     }
 
     unsafe fn sample(&self, logits: BufferId, vocab: usize, batch: &Batch, o: usize) {
-        let p = &self.words(batch.sampling)[o * SAMPLING_WORDS..][..SAMPLING_WORDS];
-        let params = SampleParams {
-            temperature: f32::from_bits(p[0]),
-            top_p: f32::from_bits(p[1]),
-            seed: u64::from(p[2]) | u64::from(p[3]) << 32,
-        };
+        let (rows, _) = self.words(batch.sampling).as_chunks();
+        let (entries, _) = self.words(batch.adjust).as_chunks();
+        let p = words::Row::read(&rows[o]);
+        let adjust = p.adjust(entries, self.words(batch.masks), mask_words(vocab));
         let ld = vocab.next_multiple_of(LANES);
-        // SAFETY: row o of the logits, this worker's candidates, word o of the results.
+        // SAFETY: row o of the logits and of the log-probabilities, this worker's memory, word o of the results.
         unsafe {
             let row = std::slice::from_raw_parts(self.floats(logits).add(o * ld), vocab);
-            let candidates = std::slice::from_raw_parts_mut(self.scratch.candidates.ptr::<(f32, u32)>(), vocab);
-            let token = sample::choose(row, &params, p[4], candidates).unwrap_or(NOT_FINITE);
-            *self.floats(batch.sampled).cast::<u32>().add(o) = token;
+            let mut work = Work {
+                row: std::slice::from_raw_parts_mut(self.scratch.adjusted.ptr(), vocab),
+                candidates: std::slice::from_raw_parts_mut(self.scratch.candidates.ptr(), vocab),
+            };
+            let chosen = sample::choose(row, &p.params, &adjust, p.position, &mut work);
+            if let (Ok(token), Some(top)) = (chosen, p.logprobs) {
+                let at = self.floats(batch.logprobs).cast::<u32>().add(o * LOGPROB_WORDS);
+                logprob::write(
+                    row,
+                    token,
+                    top as usize,
+                    std::slice::from_raw_parts_mut(at, LOGPROB_WORDS),
+                );
+            }
+            *self.floats(batch.sampled).cast::<u32>().add(o) = match chosen {
+                Ok(token) => token,
+                Err(Unchosen::NotFinite) => NOT_FINITE,
+                Err(Unchosen::NoneAllowed) => NONE_ALLOWED,
+            };
         }
     }
 }

@@ -55,8 +55,8 @@ async fn a_unified_engine_answers_with_tokens_phases_and_usage() {
     });
     let sampling = SampleParams {
         temperature: 1.0,
-        top_p: 1.0,
         seed: 9,
+        ..GREEDY
     };
     assert_eq!(
         node.ask(request).await.unwrap().tokens,
@@ -142,8 +142,8 @@ async fn neighbours_aborts_and_hand_offs_do_not_change_a_requests_tokens() {
         let new = 2 + (r >> 16) as u32 % 60;
         let sampling = SampleParams {
             temperature: if r.is_multiple_of(3) { 0.8 } else { 0.0 },
-            top_p: 1.0,
             seed: r,
+            ..GREEDY
         };
         let request = GenerateRequest {
             // one in four computes locally

@@ -4,3 +4,4 @@ mod api;
 mod generate;
 mod models;
 mod process;
+mod sampling;

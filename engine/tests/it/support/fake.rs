@@ -9,8 +9,12 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, RwLock};
 use tandem_engine::exec::{
-    Executor, KvError, KvRun, KvStore, ModelSpec, PageId, SampleParams, Sampled, StepError, StepSeq,
+    Adjust, Executor, KvError, KvRun, KvStore, Logprob, ModelSpec, PageId, Sample, SampleParams, Sampled, StepError,
+    StepSeq,
 };
+use tandem_engine::sample::logprob::{self, LOGPROB_WORDS};
+use tandem_engine::sample::{Unchosen, Work};
+use tandem_engine::sched::Sampling;
 use tandem_wire::KvLayout;
 use tandem_wire::layout::KvDtype;
 
@@ -289,6 +293,47 @@ fn token_kv(hash: u64, token: u32, position: usize) -> [u8; TOKEN_BYTES] {
     out
 }
 
+/// The row of logits after a sequence of this hash.
+pub fn logits(hash: u64) -> Vec<f32> {
+    (0..u64::from(VOCAB))
+        .map(|t| (mix(hash ^ t << 40) >> 40) as f32 / (1 << 21) as f32 - 4.0)
+        .collect()
+}
+
+/// A plain request's token is a hash; one that asks for more chooses from a row of logits, as a model does.
+fn choose(hash: u64, sample: &Sample<'_>, position: u32) -> Sampled {
+    let plain = SampleParams {
+        temperature: sample.params.temperature,
+        top_p: sample.params.top_p,
+        seed: sample.params.seed,
+        ..SampleParams::GREEDY
+    };
+    let row = logits(hash);
+    let token = if sample.params == plain && sample.adjust == Adjust::default() {
+        let noise = match sample.params.temperature {
+            0.0 => 0,
+            _ => mix(mix(sample.params.seed) ^ u64::from(position)),
+        };
+        (mix(hash ^ noise) % u64::from(VOCAB)) as u32
+    } else {
+        let mut work = Work {
+            row: &mut vec![0.0; row.len()],
+            candidates: &mut vec![(0.0, 0); row.len()],
+        };
+        match tandem_engine::sample::choose(&row, &sample.params, &sample.adjust, position, &mut work) {
+            Ok(token) => token,
+            Err(Unchosen::NotFinite) => return Sampled::NotFinite,
+            Err(Unchosen::NoneAllowed) => return Sampled::NoneAllowed,
+        }
+    };
+    let told = |top: u32| {
+        let mut words = [0; LOGPROB_WORDS];
+        logprob::write(&row, token, top as usize, &mut words);
+        logprob::read(&words, top as usize)
+    };
+    Sampled::Token(token, sample.logprobs.map(told))
+}
+
 impl Executor for FakeExecutor {
     fn spec(&self) -> &ModelSpec {
         &self.spec
@@ -338,18 +383,11 @@ impl Executor for FakeExecutor {
                 bytes[at..at + TOKEN_BYTES].copy_from_slice(&kv);
                 hash = absorb(hash, &kv);
             }
-            let position = (first + seq.tokens.len()) as u64;
+            let position = (first + seq.tokens.len()) as u32;
             sampled.push(match seq.sample {
                 None => Sampled::None,
                 Some(_) if seq.tokens.iter().any(|t| not_finite.contains(t)) => Sampled::NotFinite,
-                Some(SampleParams { temperature, seed, .. }) => {
-                    let noise = if temperature == 0.0 {
-                        0
-                    } else {
-                        mix(mix(seed) ^ position)
-                    };
-                    Sampled::Token((mix(hash ^ noise) % u64::from(VOCAB)) as u32)
-                }
+                Some(sample) => choose(hash, &sample, position),
             });
         }
         for layer in 1..=LAYERS {
@@ -366,8 +404,19 @@ impl Executor for FakeExecutor {
     }
 }
 
-/// The tokens that a lone greedy run over `prompt` gives, computed beside any scheduler.
+/// The tokens that a lone run over `prompt` gives, computed beside any scheduler.
 pub fn solo(config: &FakeConfig, prompt: &[u32], new_tokens: usize, sampling: SampleParams) -> Vec<u32> {
+    let (tokens, _) = solo_with(config, prompt, new_tokens, &sampling.into());
+    tokens
+}
+
+/// The same for a request that asks for more; what it brings to each choice is made anew each time. Nothing ends it early.
+pub fn solo_with(
+    config: &FakeConfig,
+    prompt: &[u32],
+    new_tokens: usize,
+    sampling: &Sampling,
+) -> (Vec<u32>, Vec<Logprob>) {
     let total = prompt.len() + new_tokens;
     let pages_needed = total.div_ceil(config.page_tokens as usize) as u32;
     let (mut executor, _) = FakeExecutor::new(&FakeConfig {
@@ -377,21 +426,45 @@ pub fn solo(config: &FakeConfig, prompt: &[u32], new_tokens: usize, sampling: Sa
     });
     let pages: Vec<PageId> = (0..pages_needed).collect();
     let mut tokens = prompt.to_vec();
+    let mut logprobs = Vec::new();
     let mut computed = 0;
     while tokens.len() < total {
+        let p = &sampling.params;
+        let answer = &tokens[prompt.len()..];
+        let mut seen: Vec<[u32; 2]> = Vec::new();
+        let repeats = p.repetition_penalty.to_bits() != 1f32.to_bits();
+        if repeats || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0 {
+            for t in if repeats { &tokens[..] } else { answer } {
+                if seen.iter().all(|[s, _]| s != t) {
+                    seen.push([*t, answer.iter().filter(|a| *a == t).count() as u32]);
+                }
+            }
+        }
+        let mut mask = vec![u32::MAX; VOCAB as usize / 32];
+        mask[END_TOKEN as usize / 32] &= !(1 << (END_TOKEN % 32));
         let step = StepSeq {
             tokens: &tokens[computed..],
             first_position: computed as u32,
             pages: &pages,
-            sample: Some(sampling),
+            sample: Some(Sample {
+                params: *p,
+                adjust: Adjust {
+                    biases: &sampling.logit_bias,
+                    seen: &seen,
+                    mask: (answer.len() < sampling.min_new_tokens as usize).then_some(&mask[..]),
+                },
+                logprobs: sampling.logprobs,
+            }),
         };
-        let Sampled::Token(token) = executor.step(&[step], &mut |_| {}).unwrap()[0] else {
-            panic!("no token")
+        let sampled = executor.step(&[step], &mut |_| {}).unwrap().remove(0);
+        let Sampled::Token(token, logprob) = sampled else {
+            panic!("no token: {sampled:?}")
         };
         computed = tokens.len();
         tokens.push(token);
+        logprobs.extend(logprob);
     }
-    tokens.split_off(prompt.len())
+    (tokens.split_off(prompt.len()), logprobs)
 }
 
 /// A layout check that keeps [`FakeKv`]'s own copy in use.

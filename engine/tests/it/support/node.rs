@@ -124,6 +124,7 @@ impl TestNode {
                 Event::Tokens(tokens) => {
                     answer.messages += 1;
                     answer.tokens.extend(tokens.ids);
+                    answer.logprobs.extend(tokens.logprobs);
                 }
                 Event::Finished(finished) => {
                     answer.cause = Some(finished.cause());
@@ -170,6 +171,7 @@ impl TestNode {
 #[derive(Debug, Default)]
 pub struct Answer {
     pub tokens: Vec<u32>,
+    pub logprobs: Vec<proto::Logprob>,
     /// Messages that held tokens.
     pub messages: usize,
     pub phases: Vec<proto::phase::Kind>,

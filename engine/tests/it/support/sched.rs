@@ -15,11 +15,7 @@ use super::fake::{FakeConfig, FakeControl, FakeExecutor};
 /// No test waits longer for one thing.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-pub const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+pub const GREEDY: SampleParams = SampleParams::GREEDY;
 
 pub fn start(config: &FakeConfig, role: Role, knobs: SchedKnobs) -> (Scheduler, FakeControl) {
     let (executor, control) = FakeExecutor::new(config);
@@ -35,7 +31,7 @@ pub fn prompt(seed: u32, len: usize) -> Arc<[u32]> {
 
 pub fn params(new_tokens: u32) -> GenParams {
     GenParams {
-        sampling: GREEDY,
+        sampling: GREEDY.into(),
         max_new_tokens: new_tokens,
         stop_token_ids: vec![],
         ignore_eos: true,
@@ -49,7 +45,7 @@ pub fn params(new_tokens: u32) -> GenParams {
 pub fn prefill_params(prompt: &Arc<[u32]>) -> PrefillParams {
     PrefillParams {
         prompt: Arc::clone(prompt),
-        sampling: GREEDY,
+        sampling: GREEDY.into(),
         stop_token_ids: vec![],
         ignore_eos: true,
         max_new_tokens: 16,
@@ -76,7 +72,7 @@ pub async fn collect(mut stream: SeqStream) -> Result<(Vec<u32>, Finish), Failur
             .await
             .expect("no event in time");
         match event.expect("the stream ended without a terminal event") {
-            SeqEvent::Tokens(more) => tokens.extend(more),
+            SeqEvent::Tokens { ids: more, .. } => tokens.extend(more),
             SeqEvent::Finished(finish) => {
                 assert_eq!(stream.recv().await, None);
                 return Ok((tokens, finish));

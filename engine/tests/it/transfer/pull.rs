@@ -24,6 +24,7 @@ async fn prefill_and_decode_give_the_tokens_of_one_engine() {
         temperature: 0.8,
         top_p: 0.9,
         seed: 11,
+        ..GREEDY
     };
     // around pages of 8, chunks of 64, and up to the longest
     for (seed, len) in [1, 2, 7, 8, 9, 63, 64, 65, 200, 1_000].into_iter().enumerate() {

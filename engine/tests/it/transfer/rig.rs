@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::exec::SampleParams;
-use tandem_engine::sched::{Admission, GenParams, Role, SchedKnobs, Scheduler, SeqEvent, Stops};
+use tandem_engine::sched::{Admission, First, GenParams, Role, SchedKnobs, Scheduler, SeqEvent, Stops};
 use tandem_engine::transfer::{
     KeepAlive, Phase, PullRequest, Pulled, Puller, PullerConfig, Source, SourceConfig, TimerValues, Timers,
     TransferMetrics, Watchdog,
 };
 use tandem_telemetry::Metrics;
-use tandem_wire::{BootId, Failure, Reason, TransferId, TransferKey};
+use tandem_wire::{BootId, Failure, Reason, TransferId, TransferKey, proto};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -21,11 +21,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use super::relay::Relay;
 use crate::support::fake::{FakeConfig, FakeControl, FakeExecutor};
 
-pub const GREEDY: SampleParams = SampleParams {
-    temperature: 0.0,
-    top_p: 1.0,
-    seed: 0,
-};
+pub const GREEDY: SampleParams = SampleParams::GREEDY;
 
 /// Far longer than any test waits: a timer that a test does not mean must not fire in it.
 pub const LONG: Duration = Duration::from_mins(10);
@@ -298,7 +294,12 @@ impl Decode {
             prompt: Arc::clone(&ask.prompt),
             pages: Arc::clone(&admitted.pages),
             have_tokens: admitted.pages.cached_tokens(),
-            sampling: ask.sampling,
+            sampling: proto::Sampling {
+                temperature: ask.sampling.temperature,
+                top_p: ask.sampling.top_p,
+                seed: ask.sampling.seed,
+                ..proto::Sampling::default()
+            },
             stops: Stops {
                 stop_token_ids: vec![],
                 ignore_eos: true,
@@ -332,11 +333,14 @@ impl Decode {
             });
         }
         let params = GenParams {
-            sampling: ask.sampling,
+            sampling: ask.sampling.into(),
             max_new_tokens: ask.new_tokens,
             stop_token_ids: vec![],
             ignore_eos: true,
-            first: Some(pulled.first_token),
+            first: Some(First {
+                token: pulled.first_token,
+                logprob: pulled.first_logprob.clone(),
+            }),
             computed: ask.prompt.len() as u32,
             deadline: None,
             gather: false,
@@ -345,7 +349,7 @@ impl Decode {
         let mut tokens = Vec::new();
         loop {
             match stream.recv().await.unwrap() {
-                SeqEvent::Tokens(more) => tokens.extend(more),
+                SeqEvent::Tokens { ids: more, .. } => tokens.extend(more),
                 SeqEvent::Failed(failure) => return Err(failure),
                 SeqEvent::Finished(finish) => {
                     return Ok(Answer {
