@@ -11,6 +11,7 @@ fn bytes(hex: &Value) -> Vec<u8> {
 }
 
 #[test]
+#[expect(clippy::float_cmp, reason = "the same numbers, not near ones")]
 fn rows_are_exactly_those_of_the_formats_own_reader() {
     let cases: Vec<Value> = serde_json::from_str(include_str!("../data/dequantise.json")).unwrap();
     assert_eq!(cases.len(), 10);
