@@ -3,8 +3,10 @@
 use serde::Serialize;
 
 use super::Head;
-use crate::flow::Done;
+use super::logprobs::Logprobs;
+use crate::flow::{Done, Piece};
 use crate::metrics::Endpoint;
+use crate::text::Vocabulary;
 
 /// OpenAI's `usage`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -37,17 +39,17 @@ impl Usage {
     }
 }
 
-/// One finished choice: its whole text and its end.
+/// One finished choice: all of it, and its end.
 #[derive(Debug)]
 pub struct Whole {
     /// All of its text.
-    pub text: String,
+    pub piece: Piece,
     /// Its end.
     pub done: Done,
 }
 
-/// The answer as JSON.
-pub fn whole(head: &Head, choices: &[Whole]) -> Vec<u8> {
+/// The answer as JSON; `scores`: with log-probabilities.
+pub fn whole(head: &Head, choices: &[Whole], scores: Option<&Vocabulary>) -> Vec<u8> {
     #[derive(Serialize)]
     struct Answer<'a> {
         id: &'a str,
@@ -64,7 +66,7 @@ pub fn whole(head: &Head, choices: &[Whole]) -> Vec<u8> {
         message: Option<Message<'a>>,
         #[serde(skip_serializing_if = "Option::is_none")]
         text: Option<&'a str>,
-        logprobs: (),
+        logprobs: Option<Logprobs<'a>>,
         finish_reason: &'a str,
     }
     #[derive(Serialize)]
@@ -86,11 +88,11 @@ pub fn whole(head: &Head, choices: &[Whole]) -> Vec<u8> {
                 index,
                 message: chat.then_some(Message {
                     role: "assistant",
-                    content: &choice.text,
+                    content: &choice.piece.text,
                     refusal: (),
                 }),
-                text: (!chat).then_some(&choice.text),
-                logprobs: (),
+                text: (!chat).then_some(&choice.piece.text),
+                logprobs: scores.map(|vocabulary| Logprobs::new(head.endpoint, &choice.piece.tokens, vocabulary)),
                 finish_reason: choice.done.finish.name(),
             })
             .collect(),

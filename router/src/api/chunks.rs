@@ -1,13 +1,17 @@
 //! Streamed answers, as server-sent events. The parts of a chunk that never change are written once.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use serde::Serialize;
 
 use super::Head;
 use super::answer::Usage;
+use super::logprobs::Logprobs;
 use crate::error::RouterError;
-use crate::flow::Finish;
+use crate::flow::{Finish, Piece};
 use crate::metrics::Endpoint;
+use crate::text::Vocabulary;
 
 /// What a good stream ends with, and a broken one never does.
 pub const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
@@ -17,7 +21,9 @@ pub const COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
 /// Writes the chunks of one answer.
 #[derive(Debug)]
 pub struct Chunks {
-    chat: bool,
+    endpoint: Endpoint,
+    /// Each piece comes with the log-probabilities of its tokens.
+    scores: Option<Arc<Vocabulary>>,
     /// `data: {"id":…,"model":…,` as bytes.
     head: Vec<u8>,
     /// `,"usage":null` where the last chunk brings the usage.
@@ -25,8 +31,8 @@ pub struct Chunks {
 }
 
 impl Chunks {
-    /// Chunks under `head`; with `include_usage` each says that its usage is null.
-    pub fn new(head: &Head, include_usage: bool) -> Self {
+    /// Chunks under `head`; with `include_usage` each says that its usage is null. `scores`: with log-probabilities.
+    pub fn new(head: &Head, include_usage: bool, scores: Option<Arc<Vocabulary>>) -> Self {
         #[derive(Serialize)]
         struct Begin<'a> {
             id: &'a str,
@@ -50,42 +56,56 @@ impl Chunks {
         bytes.pop();
         bytes.push(b',');
         Self {
-            chat,
+            endpoint: head.endpoint,
+            scores,
             head: bytes,
             usage: if include_usage { ",\"usage\":null" } else { "" },
         }
     }
 
+    fn chat(&self) -> bool {
+        self.endpoint == Endpoint::Chat
+    }
+
     /// The first chunk of a chat, before any text; completions have none.
     pub fn role(&self, index: usize) -> Option<Bytes> {
-        self.chat
-            .then(|| self.chunk(index, r#"{"role":"assistant","content":"","refusal":null}"#, None))
+        self.chat().then(|| {
+            self.chunk(
+                index,
+                r#"{"role":"assistant","content":"","refusal":null}"#,
+                "null",
+                None,
+            )
+        })
     }
 
     /// A piece of text.
-    pub fn text(&self, index: usize, text: &str) -> Bytes {
-        let json = serde_json::to_string(text).unwrap_or_default();
-        if self.chat {
-            self.chunk(index, &format!("{{\"content\":{json}}}"), None)
+    pub fn text(&self, index: usize, piece: &Piece) -> Bytes {
+        let json = serde_json::to_string(&piece.text).unwrap_or_default();
+        let scores = self.scores.as_ref().filter(|_| !piece.tokens.is_empty());
+        let logprobs = scores.map(|vocabulary| Logprobs::new(self.endpoint, &piece.tokens, vocabulary).to_json());
+        let logprobs = logprobs.as_deref().unwrap_or("null");
+        if self.chat() {
+            self.chunk(index, &format!("{{\"content\":{json}}}"), logprobs, None)
         } else {
-            self.chunk(index, &json, None)
+            self.chunk(index, &json, logprobs, None)
         }
     }
 
     /// The end of a choice.
     pub fn finish(&self, index: usize, finish: Finish) -> Bytes {
-        self.chunk(index, if self.chat { "{}" } else { "\"\"" }, Some(finish))
+        self.chunk(index, if self.chat() { "{}" } else { "\"\"" }, "null", Some(finish))
     }
 
-    fn chunk(&self, index: usize, payload: &str, finish: Option<Finish>) -> Bytes {
+    fn chunk(&self, index: usize, payload: &str, logprobs: &str, finish: Option<Finish>) -> Bytes {
         use std::io::Write;
-        let mut bytes = Vec::with_capacity(self.head.len() + payload.len() + 128);
+        let mut bytes = Vec::with_capacity(self.head.len() + payload.len() + logprobs.len() + 128);
         bytes.extend_from_slice(&self.head);
-        let name = if self.chat { "delta" } else { "text" };
+        let name = if self.chat() { "delta" } else { "text" };
         // writing to a Vec cannot fail
         let _ = write!(
             bytes,
-            "\"choices\":[{{\"index\":{index},\"{name}\":{payload},\"logprobs\":null,\"finish_reason\":"
+            "\"choices\":[{{\"index\":{index},\"{name}\":{payload},\"logprobs\":{logprobs},\"finish_reason\":"
         );
         let _ = match finish {
             None => write!(bytes, "null"),
@@ -128,8 +148,9 @@ mod tests {
         #[test]
         fn any_text_comes_through_a_chunk_unchanged_and_on_one_line(text in ".*", model in "\\PC*") {
             for endpoint in [Endpoint::Chat, Endpoint::Completions] {
-                let chunks = Chunks::new(&Head::new(endpoint, &model), true);
-                let bytes = chunks.text(3, &text);
+                let chunks = Chunks::new(&Head::new(endpoint, &model), true, None);
+                let piece = Piece { text: text.clone(), tokens: Vec::new() };
+                let bytes = chunks.text(3, &piece);
                 prop_assert_eq!(std::str::from_utf8(&bytes).unwrap().matches('\n').count(), 2);
                 let json = payload(&bytes);
                 prop_assert_eq!(&json["model"], &model);
@@ -144,7 +165,7 @@ mod tests {
 
     #[test]
     fn an_end_says_why_and_has_no_text() {
-        let chunks = Chunks::new(&Head::new(Endpoint::Chat, "m"), false);
+        let chunks = Chunks::new(&Head::new(Endpoint::Chat, "m"), false, None);
         let json = payload(&chunks.finish(0, Finish::Length));
         assert_eq!(json["choices"][0]["finish_reason"], "length");
         assert_eq!(json["choices"][0]["delta"], serde_json::json!({}));

@@ -3,7 +3,9 @@
 
 use std::fmt;
 
-use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use crate::text::Json;
 
 /// `stop`: a string or a list of strings.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -138,6 +140,56 @@ impl<'de> Deserialize<'de> for Prompts {
     }
 }
 
+/// `logit_bias`: an object of token ids, as strings, and what is added to their logits.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct LogitBias(pub Vec<(u32, f32)>);
+
+impl<'de> Deserialize<'de> for LogitBias {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = LogitBias;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of token ids and numbers")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<LogitBias, A::Error> {
+                let mut biases = Vec::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    let id = name
+                        .parse()
+                        .map_err(|_| de::Error::custom(format_args!("{name:?} is not a token id")))?;
+                    biases.push((id, map.next_value()?));
+                }
+                Ok(LogitBias(biases))
+            }
+        }
+        deserializer.deserialize_map(Pairs)
+    }
+}
+
+/// `response_format`.
+#[derive(Debug, Clone, serde::Deserialize)]
+#[serde(expecting = "an object with a type")]
+pub struct ResponseFormat {
+    /// `text`, `json_object` or `json_schema`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// With `json_schema`.
+    pub json_schema: Option<JsonSchema>,
+}
+
+/// `response_format.json_schema`. It is always held to the letter, whatever `strict` says.
+#[derive(Debug, Clone, serde::Deserialize)]
+#[serde(expecting = "an object with a name and a schema")]
+pub struct JsonSchema {
+    /// For people.
+    pub name: String,
+    /// The schema.
+    pub schema: Option<Json>,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,6 +226,21 @@ mod tests {
                 .unwrap_err()
                 .contains("expected a string, a list of strings")
         );
+    }
+
+    #[test]
+    fn a_bias_is_of_a_token_id() {
+        let biases = |json: &str| {
+            serde_json::from_str::<LogitBias>(json)
+                .map(|b| b.0)
+                .map_err(|e| e.to_string())
+        };
+        assert_eq!(biases(r#"{"5":1,"7":-0.5}"#), Ok(vec![(5, 1.0), (7, -0.5)]));
+        assert_eq!(biases("{}"), Ok(vec![]));
+        for wrong in [r#"{"five":1}"#, r#"{"-1":1}"#, r#"{"4294967296":1}"#] {
+            assert!(biases(wrong).unwrap_err().contains("is not a token id"), "{wrong}");
+        }
+        assert!(biases("[5]").unwrap_err().contains("expected an object of token ids"));
     }
 
     #[test]

@@ -4,15 +4,19 @@
 //! | --- | --- |
 //! | [`request`] | the body of a request, read so that an error names its field |
 //! | [`fields`] | fields that have more than one shape |
+//! | [`sampling`] | how tokens are drawn |
 //! | [`prepare`] | from a body to what the engines are asked for |
+//! | [`logprobs`] | log-probabilities, as both APIs write them |
 //! | [`answer`] | whole answers |
 //! | [`chunks`] | streamed answers, as server-sent events |
 
 pub mod answer;
 pub mod chunks;
 pub mod fields;
+pub mod logprobs;
 pub mod prepare;
 pub mod request;
+pub mod sampling;
 
 use std::time::SystemTime;
 

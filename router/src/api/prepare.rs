@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_wire::proto::Sampling;
 use tokio::sync::Semaphore;
 
 use super::fields::Prompt;
 use super::request::{ChatBody, Common, CompletionBody};
+use super::sampling::sampling;
 use crate::error::RouterError;
 use crate::flow::Spec;
 use crate::flow::choice::fit;
@@ -18,6 +18,8 @@ use crate::text::{ChatInput, Text};
 
 /// Prompts of one request.
 const MAX_PROMPTS: usize = 64;
+/// Answers of one request, to all its prompts together; OpenAI takes as many to one.
+const MAX_CHOICES: usize = 128;
 /// More ids than any model has ends.
 const MAX_STOP_TOKENS: usize = 128;
 /// What `/v1/completions` gives where nothing is said, as OpenAI does. A chat gets as many tokens as fit.
@@ -51,6 +53,8 @@ pub struct Origin {
 pub struct Prepared {
     /// One for each prompt.
     pub specs: Vec<Spec>,
+    /// So many answers to each.
+    pub n: usize,
     /// Piece by piece.
     pub stream: bool,
     /// With the usage as last chunk.
@@ -129,29 +133,17 @@ impl TextWork {
         done
     }
 
-    fn check_stop_tokens(&self, template: &Template) -> Result<(), RouterError> {
-        let (ids, vocabulary) = (&template.spec.stop_token_ids, self.text.vocabulary().len());
-        if ids.len() > MAX_STOP_TOKENS {
-            let detail = format!("{} ids, but at most {MAX_STOP_TOKENS} are allowed", ids.len());
-            return Err(RouterError::field("stop_token_ids", detail));
-        }
-        match ids.iter().find(|&&id| id as usize >= vocabulary) {
-            Some(id) => {
-                let detail = format!("{id} is not below {vocabulary}, the vocabulary's size");
-                Err(RouterError::field("stop_token_ids", detail))
-            }
-            None => Ok(()),
-        }
-    }
-
     /// Prepares `/v1/chat/completions`.
     pub async fn chat(&self, body: ChatBody, limits: &Limits, origin: Origin) -> Result<Prepared, RouterError> {
-        let template = Template::check(body.common(), limits, origin, Endpoint::Chat)?;
-        self.check_stop_tokens(&template)?;
+        let common = Common {
+            logprobs: body.scores()?,
+            ..body.common()
+        };
+        let template = Template::check(common, limits, origin, Endpoint::Chat, self.text.vocabulary().len())?;
         if body.messages.as_ref().is_none_or(Vec::is_empty) {
             return Err(RouterError::field("messages", "give at least one message"));
         }
-        let (stream, include_usage) = (template.stream, template.include_usage);
+        let (n, stream, include_usage) = (template.n, template.stream, template.include_usage);
         let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
             .run(&template, limits, move |text| {
@@ -166,6 +158,7 @@ impl TextWork {
         let spec = template.spec(ids, limits)?;
         Ok(Prepared {
             specs: vec![spec],
+            n,
             stream,
             include_usage,
         })
@@ -178,9 +171,19 @@ impl TextWork {
         limits: &Limits,
         origin: Origin,
     ) -> Result<Prepared, RouterError> {
-        let mut template = Template::check(body.common(), limits, origin, Endpoint::Completions)?;
+        body.check_best_of()?;
+        let common = Common {
+            logprobs: body.scores()?,
+            ..body.common()
+        };
+        let mut template = Template::check(
+            common,
+            limits,
+            origin,
+            Endpoint::Completions,
+            self.text.vocabulary().len(),
+        )?;
         template.spec.max_new_tokens.get_or_insert(DEFAULT_COMPLETION_TOKENS);
-        self.check_stop_tokens(&template)?;
         let prompts = body.prompt.map(|prompts| prompts.0).unwrap_or_default();
         if prompts.is_empty() {
             return Err(RouterError::field("prompt", "give at least one prompt"));
@@ -192,6 +195,7 @@ impl TextWork {
             );
             return Err(RouterError::field("prompt", detail));
         }
+        check_choices(prompts.len(), template.n)?;
         let single = prompts.len() == 1;
         let bound = self.bound(limits, Endpoint::Completions);
         let all = self
@@ -230,6 +234,7 @@ impl TextWork {
             .collect::<Result<_, _>>()?;
         Ok(Prepared {
             specs,
+            n: template.n,
             stream: template.stream,
             include_usage: template.include_usage,
         })
@@ -240,12 +245,19 @@ impl TextWork {
 #[derive(Debug, Clone)]
 struct Template {
     spec: Spec,
+    n: usize,
     stream: bool,
     include_usage: bool,
 }
 
 impl Template {
-    fn check(common: Common<'_>, limits: &Limits, origin: Origin, endpoint: Endpoint) -> Result<Self, RouterError> {
+    fn check(
+        common: Common<'_>,
+        limits: &Limits,
+        origin: Origin,
+        endpoint: Endpoint,
+        vocabulary: usize,
+    ) -> Result<Self, RouterError> {
         let asked = common
             .model
             .ok_or_else(|| RouterError::field("model", "missing; GET /v1/models names it"))?;
@@ -255,51 +267,36 @@ impl Template {
                 served: limits.model.clone(),
             });
         }
-        let temperature = common.temperature.unwrap_or(1.0);
-        if !(0.0..=2.0).contains(&temperature) {
-            return Err(RouterError::field(
-                "temperature",
-                format!("{temperature} is not in 0 to 2"),
-            ));
-        }
-        let top_p = common.top_p.unwrap_or(1.0);
-        if !(top_p > 0.0 && top_p <= 1.0) {
-            return Err(RouterError::field(
-                "top_p",
-                format!("{top_p} is not above 0 and at most 1"),
-            ));
-        }
         if common.max_tokens == Some(0) {
             return Err(RouterError::field(common.max_tokens_field, "0 is not at least 1"));
         }
+        check_choices(1, common.n as usize)?;
         StopScanner::new(common.stop)?;
+        check_stop_tokens(common.stop_token_ids, vocabulary)?;
         Ok(Self {
             spec: Spec {
                 request_id: origin.request_id,
                 endpoint,
                 came: origin.came,
                 deadline: origin.came + limits.time,
-                prompt: Vec::new(),
-                sampling: Sampling {
-                    temperature,
-                    top_p,
-                    seed: common.seed.map_or_else(rand::random, |seed| seed as u64),
-                    ..Sampling::default()
-                },
+                prompt: Arc::default(),
+                sampling: sampling(&common, vocabulary)?,
                 max_new_tokens: common.max_tokens,
                 max_length_tokens: limits.max_length_tokens,
                 stop_token_ids: common.stop_token_ids.to_vec(),
                 ignore_eos: common.ignore_eos,
                 stops: common.stop.to_vec(),
+                show_special_tokens: !common.skip_special_tokens,
                 streamed: common.stream,
             },
+            n: common.n as usize,
             stream: common.stream,
             include_usage: common.include_usage,
         })
     }
 
     fn spec(mut self, prompt: Vec<u32>, limits: &Limits) -> Result<Spec, RouterError> {
-        self.spec.prompt = prompt;
+        self.spec.prompt = prompt.into();
         if self.spec.prompt.is_empty() {
             return Err(RouterError::field(self.spec.endpoint.prompt_field(), "has no token"));
         }
@@ -307,6 +304,32 @@ impl Template {
             fit(&self.spec, max_length_tokens)?;
         }
         Ok(self.spec)
+    }
+}
+
+fn check_choices(prompts: usize, n: usize) -> Result<(), RouterError> {
+    let detail = match n {
+        0 => "0 is not at least 1".to_owned(),
+        n if prompts * n > MAX_CHOICES && prompts == 1 => format!("{n} is not in 1 to {MAX_CHOICES}"),
+        n if prompts * n > MAX_CHOICES => {
+            format!("{n} answers to each of {prompts} prompts are more than {MAX_CHOICES} in all")
+        }
+        _ => return Ok(()),
+    };
+    Err(RouterError::field("n", detail))
+}
+
+fn check_stop_tokens(ids: &[u32], vocabulary: usize) -> Result<(), RouterError> {
+    if ids.len() > MAX_STOP_TOKENS {
+        let detail = format!("{} ids, but at most {MAX_STOP_TOKENS} are allowed", ids.len());
+        return Err(RouterError::field("stop_token_ids", detail));
+    }
+    match ids.iter().find(|&&id| id as usize >= vocabulary) {
+        Some(id) => {
+            let detail = format!("{id} is not below {vocabulary}, the vocabulary's size");
+            Err(RouterError::field("stop_token_ids", detail))
+        }
+        None => Ok(()),
     }
 }
 

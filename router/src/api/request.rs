@@ -3,103 +3,139 @@
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::json;
 
-use super::fields::{Prompts, Stop};
+use super::fields::{LogitBias, Prompts, ResponseFormat, Stop};
+use super::sampling::MAX_LOGPROBS;
 use crate::error::RouterError;
 use crate::text::{Json, Message};
 
 /// Fields of both APIs. Repeated in both structs by a macro, because serde's `flatten` would lose the path of a wrong field.
+/// A refused field is named with the value that changes nothing.
 macro_rules! body {
-    ($(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* }) => {
+    (
+        $(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* }
+        refused { $($refused:ident = $neutral:tt,)* }
+    ) => {
+        body! {
+            @all $(#[$doc])* $name {
+                $($(#[$fdoc])* $field: $type,)*
+                /// Which model.
+                model: String,
+                /// Most tokens of the answer.
+                max_tokens: u32,
+                /// The same by its newer name.
+                max_completion_tokens: u32,
+                /// No end before so many tokens.
+                min_tokens: u32,
+                /// 0 is greedy.
+                temperature: f32,
+                /// Nucleus.
+                top_p: f32,
+                /// Only the so many likeliest; 0 or -1: all.
+                top_k: i64,
+                /// Only those at least this share as likely as the likeliest.
+                min_p: f32,
+                /// Against what the answer has.
+                presence_penalty: f32,
+                /// The same, each time it has it.
+                frequency_penalty: f32,
+                /// Against what prompt and answer have; 1 is none.
+                repetition_penalty: f32,
+                /// Added to the logits of single tokens.
+                logit_bias: LogitBias,
+                /// For the same draw again.
+                seed: i64,
+                /// Texts that end the answer.
+                stop: Stop,
+                /// Token ids that end the answer.
+                stop_token_ids: Vec<u32>,
+                /// The model's own end does not end the answer.
+                ignore_eos: bool,
+                /// Special tokens are no part of the text.
+                skip_special_tokens: bool,
+                /// What the text must be.
+                response_format: ResponseFormat,
+                /// So many answers to each prompt.
+                n: u32,
+                /// Piece by piece.
+                stream: bool,
+                /// How.
+                stream_options: StreamOptions,
+            }
+            refused {
+                $($refused = $neutral,)*
+                prompt_logprobs = null,
+                use_beam_search = false,
+                allowed_token_ids = null,
+                bad_words = [],
+                include_stop_str_in_output = false,
+                truncate_prompt_tokens = null,
+                return_token_ids = false,
+                return_tokens_as_token_ids = false,
+                guided_json = null,
+                guided_regex = null,
+                guided_choice = null,
+                guided_grammar = null,
+                structured_outputs = null,
+                logits_processors = null,
+            }
+        }
+    };
+    (
+        @all $(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* }
+        refused { $($refused:ident = $neutral:tt,)* }
+    ) => {
         $(#[$doc])*
         #[derive(Debug, Deserialize)]
         pub struct $name {
             $($(#[$fdoc])* pub $field: Option<$type>,)*
-            /// Which model.
-            pub model: Option<String>,
-            /// Most tokens of the answer.
-            pub max_tokens: Option<u32>,
-            /// The same by its newer name.
-            pub max_completion_tokens: Option<u32>,
-            /// 0 is greedy.
-            pub temperature: Option<f32>,
-            /// Nucleus.
-            pub top_p: Option<f32>,
-            /// For the same draw again.
-            pub seed: Option<i64>,
-            /// Texts that end the answer.
-            pub stop: Option<Stop>,
-            /// Token ids that end the answer.
-            pub stop_token_ids: Option<Vec<u32>>,
-            /// The model's own end does not end the answer.
-            pub ignore_eos: Option<bool>,
-            /// Piece by piece.
-            pub stream: Option<bool>,
-            /// How.
-            pub stream_options: Option<StreamOptions>,
-            /// Not supported above 1.
-            pub n: Option<u32>,
-            /// Not supported but 0.
-            pub presence_penalty: Option<f64>,
-            /// Not supported but 0.
-            pub frequency_penalty: Option<f64>,
-            /// Not supported but 1.
-            pub repetition_penalty: Option<f64>,
-            /// Not supported but 0 or -1.
-            pub top_k: Option<i64>,
-            /// Not supported but 0.
-            pub min_p: Option<f64>,
-            /// Not supported but 0.
-            pub min_tokens: Option<u64>,
-            /// Not supported.
-            pub logit_bias: Option<serde_json::Value>,
-            /// Not supported but text.
-            pub response_format: Option<serde_json::Value>,
-            /// Not supported.
-            pub logprobs: Option<serde_json::Value>,
-            /// Not supported.
-            pub prompt_logprobs: Option<serde_json::Value>,
+            $($refused: Option<serde_json::Value>,)*
         }
 
         impl $name {
+            /// Every field that is known, so that a test can miss none.
+            pub const FIELDS: &[&str] = &[$(stringify!($field),)* $(stringify!($refused),)*];
+
             /// The fields of both APIs.
             pub fn common(&self) -> Common<'_> {
                 Common {
                     model: self.model.as_deref(),
                     max_tokens: self.max_completion_tokens.or(self.max_tokens),
                     max_tokens_field: if self.max_completion_tokens.is_some() { "max_completion_tokens" } else { "max_tokens" },
+                    min_tokens: self.min_tokens,
                     temperature: self.temperature,
                     top_p: self.top_p,
+                    top_k: self.top_k,
+                    min_p: self.min_p,
+                    presence_penalty: self.presence_penalty,
+                    frequency_penalty: self.frequency_penalty,
+                    repetition_penalty: self.repetition_penalty,
+                    logit_bias: self.logit_bias.as_ref().map_or(&[][..], |biases| &biases.0),
+                    logprobs: None,
                     seed: self.seed,
                     stop: self.stop.as_ref().map_or(&[][..], |stop| &stop.0),
                     stop_token_ids: self.stop_token_ids.as_deref().unwrap_or_default(),
                     ignore_eos: self.ignore_eos.unwrap_or(false),
+                    skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
+                    response_format: self.response_format.as_ref(),
+                    n: self.n.unwrap_or(1),
                     stream: self.stream.unwrap_or(false),
                     include_usage: self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false),
                 }
             }
 
-            /// Refuses what both APIs do not support yet.
-            fn refuse_unsupported(&self) -> Result<(), RouterError> {
-                refuse("n", self.n.is_some_and(|n| n != 1), "only 1 is supported")?;
-                refuse("presence_penalty", self.presence_penalty.is_some_and(|v| v != 0.0), "only 0 is supported")?;
-                refuse("frequency_penalty", self.frequency_penalty.is_some_and(|v| v != 0.0), "only 0 is supported")?;
-                refuse("repetition_penalty", self.repetition_penalty.is_some_and(|v| (v - 1.0).abs() > 0.0), "only 1 is supported")?;
-                refuse("top_k", self.top_k.is_some_and(|v| v > 0), "only 0 and -1 (off) are supported")?;
-                refuse("min_p", self.min_p.is_some_and(|v| v != 0.0), "only 0 is supported")?;
-                refuse("min_tokens", self.min_tokens.is_some_and(|v| v != 0), "only 0 is supported")?;
-                refuse("logit_bias", !empty(self.logit_bias.as_ref()), "not supported; leave it out")?;
-                let format = self.response_format.as_ref().filter(|f| !f.is_null());
-                let plain = format.is_none_or(|format| format["type"] == "text");
-                refuse("response_format", !plain, "only {\"type\": \"text\"} is supported")?;
-                refuse("prompt_logprobs", on(self.prompt_logprobs.as_ref()), "not supported; leave it out")?;
-                if self.stream_options.is_some() && self.stream != Some(true) {
+            /// Reads a body.
+            pub fn read(json: &[u8]) -> Result<Self, RouterError> {
+                let body: Self = read(json)?;
+                $(refuse(stringify!($refused), body.$refused.as_ref(), &json!($neutral))?;)*
+                if body.stream_options.is_some() && body.stream != Some(true) {
                     return Err(RouterError::field("stream_options", "only allowed when stream is true"));
                 }
-                if self.max_tokens.is_some() && self.max_completion_tokens.is_some() && self.max_tokens != self.max_completion_tokens {
+                if body.max_tokens.is_some() && body.max_completion_tokens.is_some() && body.max_tokens != body.max_completion_tokens {
                     return Err(RouterError::field("max_tokens", "differs from max_completion_tokens; give one of them"));
                 }
-                Ok(())
+                Ok(body)
             }
         }
     };
@@ -107,13 +143,15 @@ macro_rules! body {
 
 /// `stream_options`.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object")]
 pub struct StreamOptions {
     /// A last chunk with the usage.
     pub include_usage: Option<bool>,
 }
 
-/// The fields of both APIs, with their defaults.
+/// The fields of both APIs, some with their defaults.
 #[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a field of the API")]
 pub struct Common<'a> {
     /// Which model.
     pub model: Option<&'a str>,
@@ -121,10 +159,26 @@ pub struct Common<'a> {
     pub max_tokens: Option<u32>,
     /// By which name it was given.
     pub max_tokens_field: &'static str,
+    /// No end before so many tokens.
+    pub min_tokens: Option<u32>,
     /// 0 is greedy.
     pub temperature: Option<f32>,
     /// Nucleus.
     pub top_p: Option<f32>,
+    /// Only the so many likeliest; 0 or -1: all.
+    pub top_k: Option<i64>,
+    /// Only those at least this share as likely as the likeliest.
+    pub min_p: Option<f32>,
+    /// Against what the answer has.
+    pub presence_penalty: Option<f32>,
+    /// The same, each time it has it.
+    pub frequency_penalty: Option<f32>,
+    /// Against what prompt and answer have; 1 is none.
+    pub repetition_penalty: Option<f32>,
+    /// Added to the logits of single tokens.
+    pub logit_bias: &'a [(u32, f32)],
+    /// Report each token's log-probability, with so many of the likeliest.
+    pub logprobs: Option<u32>,
     /// For the same draw again.
     pub seed: Option<i64>,
     /// Texts that end the answer.
@@ -133,6 +187,12 @@ pub struct Common<'a> {
     pub stop_token_ids: &'a [u32],
     /// The model's own end does not end the answer.
     pub ignore_eos: bool,
+    /// Special tokens are no part of the text.
+    pub skip_special_tokens: bool,
+    /// What the text must be.
+    pub response_format: Option<&'a ResponseFormat>,
+    /// So many answers to each prompt.
+    pub n: u32,
     /// Piece by piece.
     pub stream: bool,
     /// With the usage as last chunk.
@@ -144,16 +204,27 @@ body! {
     ChatBody {
         /// The conversation.
         messages: Vec<Message>,
-        /// Not supported.
-        tools: serde_json::Value,
-        /// Not supported.
-        tool_choice: serde_json::Value,
-        /// Not supported.
-        functions: serde_json::Value,
-        /// Not supported.
-        top_logprobs: u32,
         /// Further variables of the chat template.
         chat_template_kwargs: Json,
+        /// Report each token's log-probability.
+        logprobs: bool,
+        /// With so many of the likeliest.
+        top_logprobs: u32,
+    }
+    refused {
+        tools = [],
+        tool_choice = "auto",
+        functions = [],
+        function_call = "auto",
+        audio = null,
+        modalities = ["text"],
+        echo = false,
+        add_special_tokens = false,
+        add_generation_prompt = true,
+        continue_final_message = false,
+        chat_template = null,
+        documents = [],
+        web_search_options = null,
     }
 }
 
@@ -162,83 +233,82 @@ body! {
     CompletionBody {
         /// What to continue.
         prompt: Prompts,
-        /// Not supported above 1.
+        /// Report each token's log-probability, with so many of the likeliest.
+        logprobs: u32,
+        /// Only as many as `n`.
         best_of: u32,
-        /// Not supported.
-        echo: bool,
-        /// Not supported.
-        suffix: String,
+    }
+    refused {
+        echo = false,
+        suffix = "",
+        add_special_tokens = true,
+        prompt_embeds = null,
     }
 }
 
 impl ChatBody {
-    /// Reads a body.
-    pub fn read(json: &[u8]) -> Result<Self, RouterError> {
-        let body: Self = read(json)?;
-        body.refuse_unsupported()?;
-        refuse("tools", !empty(body.tools.as_ref()), "not supported; leave it out")?;
-        refuse(
-            "functions",
-            !empty(body.functions.as_ref()),
-            "not supported; leave it out",
-        )?;
-        let choice = body.tool_choice.as_ref().filter(|choice| !choice.is_null());
-        let idle = choice.is_none_or(|choice| choice == "none" || choice == "auto");
-        refuse("tool_choice", !idle, "only \"none\" and \"auto\" are supported")?;
-        refuse("logprobs", on(body.logprobs.as_ref()), "not supported; leave it out")?;
-        refuse(
-            "top_logprobs",
-            body.top_logprobs.is_some_and(|n| n != 0),
-            "not supported; leave it out",
-        )?;
-        Ok(body)
+    /// How many of the likeliest tokens are reported with each, if log-probabilities were asked for.
+    pub fn scores(&self) -> Result<Option<u32>, RouterError> {
+        let top = self.top_logprobs.unwrap_or(0);
+        if self.logprobs == Some(true) {
+            return at_most(MAX_LOGPROBS, "top_logprobs", top).map(Some);
+        }
+        if top > 0 {
+            return Err(RouterError::field("top_logprobs", "only allowed when logprobs is true"));
+        }
+        Ok(None)
     }
 }
 
 impl CompletionBody {
-    /// Reads a body.
-    pub fn read(json: &[u8]) -> Result<Self, RouterError> {
-        let body: Self = read(json)?;
-        body.refuse_unsupported()?;
-        refuse("best_of", body.best_of.is_some_and(|n| n > 1), "only 1 is supported")?;
-        refuse("echo", body.echo == Some(true), "not supported; leave it out")?;
-        refuse(
-            "suffix",
-            body.suffix.as_ref().is_some_and(|s| !s.is_empty()),
-            "not supported; leave it out",
-        )?;
-        // 0 asks for the chosen token's own
-        let asks = body
-            .logprobs
-            .as_ref()
-            .is_some_and(|v| !v.is_null() && *v != serde_json::Value::Bool(false));
-        refuse("logprobs", asks, "not supported; leave it out")?;
-        Ok(body)
+    /// How many of the likeliest tokens are reported with each, if log-probabilities were asked for.
+    pub fn scores(&self) -> Result<Option<u32>, RouterError> {
+        self.logprobs
+            .map(|top| at_most(MAX_LOGPROBS, "logprobs", top))
+            .transpose()
+    }
+
+    /// Refuses to make more answers than are given.
+    pub fn check_best_of(&self) -> Result<(), RouterError> {
+        let n = self.n.unwrap_or(1);
+        match self.best_of {
+            Some(best_of) if best_of != n => Err(RouterError::Unsupported {
+                param: "best_of".into(),
+                detail: format!("only the same as n, which is {n}, is supported"),
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
-fn refuse(param: &str, asked: bool, detail: &str) -> Result<(), RouterError> {
-    if asked {
-        Err(RouterError::Unsupported {
-            param: param.to_owned(),
-            detail: detail.to_owned(),
-        })
-    } else {
-        Ok(())
+fn at_most(most: u32, param: &str, value: u32) -> Result<u32, RouterError> {
+    if value <= most {
+        return Ok(value);
     }
+    Err(RouterError::field(param, format!("{value} is not in 0 to {most}")))
 }
 
-fn on(value: Option<&serde_json::Value>) -> bool {
-    value.is_some_and(|v| !(v.is_null() || *v == serde_json::Value::Bool(false) || *v == 0))
-}
-
-fn empty(value: Option<&serde_json::Value>) -> bool {
-    match value {
-        None | Some(serde_json::Value::Null) => true,
-        Some(serde_json::Value::Array(list)) => list.is_empty(),
-        Some(serde_json::Value::Object(map)) => map.is_empty(),
-        Some(_) => false,
+/// Refuses a field that is not supported, unless it has the value that changes nothing or says nothing.
+fn refuse(param: &str, given: Option<&serde_json::Value>, neutral: &serde_json::Value) -> Result<(), RouterError> {
+    use serde_json::Value;
+    let Some(given) = given else { return Ok(()) };
+    let nothing = match given {
+        Value::Null => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
+    };
+    if nothing || given == neutral || given == "none" {
+        return Ok(());
     }
+    let detail = match neutral {
+        Value::Null => "not supported; leave it out".to_owned(),
+        neutral => format!("only {neutral} is supported"),
+    };
+    Err(RouterError::Unsupported {
+        param: param.to_owned(),
+        detail,
+    })
 }
 
 fn read<T: DeserializeOwned>(json: &[u8]) -> Result<T, RouterError> {
@@ -327,45 +397,6 @@ mod tests {
         }
         assert_eq!(chat("[1]").unwrap_err().code(), "invalid_field");
         assert_eq!(chat("5").unwrap_err().param(), None);
-    }
-
-    #[test]
-    fn what_would_change_the_answer_is_refused_by_name_and_its_neutral_value_is_not() {
-        for (param, value) in [
-            ("n", "2"),
-            ("presence_penalty", "0.5"),
-            ("frequency_penalty", "-0.5"),
-            ("repetition_penalty", "1.1"),
-            ("top_k", "40"),
-            ("min_p", "0.1"),
-            ("min_tokens", "3"),
-            ("logit_bias", r#"{"5":1}"#),
-            ("response_format", r#"{"type":"json_object"}"#),
-            ("tools", r#"[{"type":"function"}]"#),
-            ("functions", "[{}]"),
-            ("tool_choice", r#""required""#),
-            ("logprobs", "true"),
-            ("top_logprobs", "2"),
-        ] {
-            let error = chat(&format!(r#"{{"{param}":{value}}}"#)).unwrap_err();
-            assert_eq!((error.param(), error.code()), (Some(param), "unsupported_parameter"));
-        }
-        let neutral = r#"{"n":1,"presence_penalty":0,"frequency_penalty":0.0,"repetition_penalty":1,"top_k":-1,"min_p":0,
-            "min_tokens":0,"logit_bias":{},"response_format":{"type":"text"},"tools":[],"functions":null,"tool_choice":"auto",
-            "logprobs":false,"top_logprobs":0,"user":"someone","metadata":{"a":1},"unheard_of":[1]}"#;
-        assert!(chat(neutral).is_ok());
-        for json in [
-            r#"{"best_of":2}"#,
-            r#"{"echo":true}"#,
-            r#"{"suffix":"x"}"#,
-            r#"{"logprobs":0}"#,
-        ] {
-            assert_eq!(
-                CompletionBody::read(json.as_bytes()).unwrap_err().code(),
-                "unsupported_parameter",
-                "{json}"
-            );
-        }
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use tandem_wire::BootId;
 use tokio::sync::{Notify, watch};
 
 pub use session::{Leg, Session, Verdict};
@@ -94,7 +95,16 @@ pub struct Lease {
     pub bypass: bool,
 }
 
-/// How much KV a request reserves.
+/// Engines that have a request's prompt in their caches.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Prefer {
+    /// By incarnation.
+    pub decode: Option<BootId>,
+    /// By incarnation.
+    pub prefill: Option<BootId>,
+}
+
+/// How much KV a request reserves, and where it goes if there is room.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     /// Tokens of its prompt.
@@ -103,6 +113,8 @@ pub struct Need {
     pub new_tokens: Option<u32>,
     /// Longest prompt with answer by the router's own limit.
     pub max_length_tokens: Option<u32>,
+    /// Whom it goes to rather than to others with room.
+    pub prefer: Prefer,
 }
 
 impl Need {
@@ -182,7 +194,7 @@ impl Engines {
         let candidates: Vec<_> = decodes
             .iter()
             .filter(|(session, _)| can_serve(session))
-            .map(|(session, tokens)| Self::candidate(session, *tokens, avoid, now))
+            .map(|(session, tokens)| Self::candidate(session, *tokens, need, avoid, now))
             .collect();
         if candidates.is_empty() {
             return Look::NoPrefill;
@@ -207,7 +219,7 @@ impl Engines {
             return alone(decode, true);
         }
         let candidates: Vec<_> = mates
-            .map(|(session, tokens)| Self::candidate(session, *tokens, avoid, now))
+            .map(|(session, tokens)| Self::candidate(session, *tokens, need, avoid, now))
             .collect();
         match self.choose(Side::Prefill, &candidates) {
             Chosen::One(at) => Look::Pair(Box::new(Lease {
@@ -239,10 +251,16 @@ impl Engines {
     fn candidate<'a>(
         session: &'a Arc<Session>,
         tokens: u32,
+        need: &Need,
         avoid: &Avoid,
         now: Instant,
     ) -> Candidate<'a, Arc<Session>> {
+        let preferred = match session.side {
+            Side::Decode => need.prefer.decode,
+            Side::Prefill => need.prefer.prefill,
+        };
         Candidate {
+            preferred: preferred == Some(session.boot),
             what: session,
             room: session.room(tokens, now),
             load: session.load_share(),

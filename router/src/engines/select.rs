@@ -15,6 +15,8 @@ pub struct Candidate<'a, T> {
     pub load: f32,
     /// This request failed on it before.
     pub avoided: bool,
+    /// It has the request's prompt.
+    pub preferred: bool,
 }
 
 /// The outcome.
@@ -26,7 +28,7 @@ pub enum Chosen {
     Full(Option<Instant>),
 }
 
-/// Chooses among those with room; one that was avoided only if no other has room.
+/// Chooses among those with room: the preferred one, and one that was avoided only if no other has room.
 pub fn choose<T>(
     policy: Policy,
     candidates: &[Candidate<'_, T>],
@@ -41,6 +43,9 @@ pub fn choose<T>(
     let mut open = with_room(false);
     if open.is_empty() {
         open = with_room(true);
+    }
+    if let Some(&at) = open.iter().find(|&&at| candidates[at].preferred) {
+        return Chosen::One(at);
     }
     match open.len() {
         0 => Chosen::Full(candidates.iter().filter_map(|c| c.room.err().flatten()).min()),
@@ -74,6 +79,29 @@ mod tests {
             room: if room { Ok(()) } else { Err(None) },
             load,
             avoided,
+            preferred: false,
+        }
+    }
+
+    #[test]
+    fn the_preferred_one_is_passed_over_or_taken_without_room_or_where_it_failed() {
+        let mut candidates = [
+            candidate(true, 0.1, false),
+            candidate(true, 0.9, false),
+            candidate(true, 0.1, false),
+        ];
+        candidates[1].preferred = true;
+        let choose = |candidates: &[_]| choose(Policy::LeastLoaded, candidates, || 0, || 0);
+        assert_eq!(choose(&candidates), Chosen::One(1));
+        for spoil in [
+            |c: &mut Candidate<'_, ()>| c.avoided = true,
+            |c: &mut Candidate<'_, ()>| {
+                c.room = Err(None);
+            },
+        ] {
+            let mut spoilt = candidates;
+            spoil(&mut spoilt[1]);
+            assert_ne!(choose(&spoilt), Chosen::One(1));
         }
     }
 

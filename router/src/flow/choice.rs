@@ -11,13 +11,15 @@ use tandem_wire::{Failure, Reason, Source, TransferId, TransferKey};
 use tonic::Streaming;
 
 use super::Flow;
+use super::piece::{Piece, Waiting};
 use super::progress::Progress;
 use super::queue::Ticket;
+use super::together::Part;
 use super::verdict::{MAX_ATTEMPTS, Met};
-use crate::engines::{Avoid, Lease, Need, Side, Verdict};
+use crate::engines::{Avoid, Lease, Leg, Need, Prefer, Side, Verdict};
 use crate::error::RouterError;
 use crate::metrics::{Endpoint, Phase};
-use crate::text::TextStream;
+use crate::text::{TextError, TextStream};
 
 /// Before the second retry; the first goes at once.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +36,7 @@ pub struct Spec {
     /// When its time is over.
     pub deadline: Instant,
     /// The prompt's ids.
-    pub prompt: Vec<u32>,
+    pub prompt: Arc<[u32]>,
     /// How tokens are drawn.
     pub sampling: proto::Sampling,
     /// At most so many tokens; none: as many as fit.
@@ -47,6 +49,8 @@ pub struct Spec {
     pub ignore_eos: bool,
     /// Texts that end it.
     pub stops: Vec<String>,
+    /// Special tokens are a part of the text.
+    pub show_special_tokens: bool,
     /// The client sees each piece as it comes.
     pub streamed: bool,
 }
@@ -74,13 +78,19 @@ pub fn fit(spec: &Spec, max_length_tokens: u32) -> Result<u32, RouterError> {
     Err(RouterError::ContextLength { param, detail })
 }
 
+fn stream(flow: &Flow, spec: &Spec) -> Result<TextStream, TextError> {
+    let stream = flow.text.stream(&spec.stops)?;
+    let scored = spec.sampling.logprobs.is_some();
+    Ok(stream.with_special_tokens(spec.show_special_tokens).with_places(scored))
+}
+
 /// What happens to a choice, in order.
 #[derive(Debug)]
 pub enum Event {
     /// An engine has it. At most once.
     Accepted,
-    /// More text.
-    Text(String),
+    /// More of the answer.
+    Text(Piece),
     /// An engine failed and another begins anew: what came so far counts no more. Only where nothing is streamed.
     Restarted,
     /// The end of a good answer.
@@ -111,11 +121,11 @@ impl Finish {
 /// The end of a good answer.
 #[derive(Debug, Clone)]
 pub struct Done {
-    /// The last piece of text.
-    pub text: String,
+    /// The last piece.
+    pub piece: Piece,
     /// Why it ended.
     pub finish: Finish,
-    /// Tokens of the prompt.
+    /// Tokens of the prompt; 0 where another choice of the same prompt counts them.
     pub prompt_tokens: u32,
     /// Of those, found in a prefix cache; none where a stop string ended the call before the engine said so.
     pub cached_tokens: Option<u32>,
@@ -129,6 +139,12 @@ pub struct Choice {
     flow: Arc<Flow>,
     spec: Spec,
     text: TextStream,
+    /// Tokens whose text is held back, where their log-probabilities were asked for.
+    scores: Waiting,
+    part: Part,
+    prefer: Prefer,
+    /// Follows another choice, which counts the prompt.
+    follows: bool,
     ticket: Ticket,
     transfer: TransferId,
     /// Calls made, for the key: each names another attempt.
@@ -166,12 +182,19 @@ struct Running {
 
 impl Choice {
     /// A choice that has not begun. The error names the stop string at fault.
-    pub fn new(flow: Arc<Flow>, spec: Spec, progress: Arc<Progress>) -> Result<Self, RouterError> {
-        progress.begins(spec.prompt.len() as u32);
+    pub fn new(flow: Arc<Flow>, spec: Spec, part: Part, progress: Arc<Progress>) -> Result<Self, RouterError> {
+        let follows = matches!(part, Part::Follows(_));
+        if !follows {
+            progress.begins(spec.prompt.len() as u32);
+        }
         Ok(Self {
+            scores: Waiting::default(),
+            part,
+            prefer: Prefer::default(),
+            follows,
             progress,
             counted: 0,
-            text: flow.text.stream(&spec.stops)?,
+            text: stream(&flow, &spec)?,
             ticket: flow.queue.ticket(),
             flow,
             spec,
@@ -209,17 +232,20 @@ impl Choice {
     }
 
     async fn begin(&mut self) -> Option<Event> {
+        if let Some(follow) = self.part.follow() {
+            self.prefer = follow.turn().await;
+        }
         let waits = Instant::now();
         let until = (waits + self.flow.queue_time.saturating_sub(self.waited)).min(self.spec.deadline);
         let need = Need {
             prompt_tokens: self.spec.prompt.len() as u32,
             new_tokens: self.spec.max_new_tokens,
             max_length_tokens: self.spec.max_length_tokens,
+            prefer: self.prefer,
         };
-        let admitted = self
-            .flow
-            .admit(self.ticket, &need, &self.avoid, self.calls > 0, until)
-            .await;
+        // whom it follows was admitted, and it with that
+        let again = self.calls > 0 || self.follows;
+        let admitted = self.flow.admit(self.ticket, &need, &self.avoid, again, until).await;
         self.waited += waits.elapsed();
         let lease = match admitted {
             Ok(lease) => lease,
@@ -296,7 +322,7 @@ impl Choice {
                 .to_wire(),
             ),
             request_id: self.spec.request_id.clone(),
-            prompt_tokens: self.spec.prompt.clone(),
+            prompt_tokens: self.spec.prompt.to_vec(),
             sampling: Some(self.spec.sampling.clone()),
             max_new_tokens,
             stop_token_ids: self.spec.stop_token_ids.clone(),
@@ -307,7 +333,8 @@ impl Choice {
             }),
             on_prefill_failure: on_prefill_failure.into(),
             remaining_ms: (remaining.as_millis() as u64).max(1),
-            batch_tokens: !self.spec.streamed,
+            // the others wait for its first token
+            batch_tokens: !self.spec.streamed && !matches!(self.part, Part::Leads(_)),
         }
     }
 
@@ -318,7 +345,7 @@ impl Choice {
                     self.state = State::Running(running);
                     (!std::mem::replace(&mut self.accepted, true)).then_some(Event::Accepted)
                 }
-                Some(Wire::Tokens(tokens)) => self.take(running, &tokens.ids),
+                Some(Wire::Tokens(tokens)) => self.take(running, tokens),
                 Some(Wire::Phase(phase)) => {
                     if phase.kind() == phase::Kind::Decode {
                         self.prefilled(&mut running);
@@ -351,8 +378,15 @@ impl Choice {
     }
 
     /// The prefill's part is over: its place is free for the next.
-    fn prefilled(&self, running: &mut Running) {
-        let Some(mut leg) = running.lease.prefill.take() else {
+    fn prefilled(&mut self, running: &mut Running) {
+        let lease = &mut running.lease;
+        let boot = |leg: &Leg| leg.session().boot;
+        let prefer = || Prefer {
+            decode: Some(boot(&lease.decode)),
+            prefill: lease.prefill.as_ref().map(boot),
+        };
+        self.part.arrived(prefer);
+        let Some(mut leg) = lease.prefill.take() else {
             return;
         };
         if self.flow.recompute() {
@@ -363,29 +397,38 @@ impl Choice {
         }
     }
 
-    fn take(&mut self, mut running: Box<Running>, ids: &[u32]) -> Option<Event> {
+    fn take(&mut self, mut running: Box<Running>, tokens: proto::Tokens) -> Option<Event> {
+        let ids = &tokens.ids;
         if !ids.is_empty() {
             self.progress.token(self.spec.came.elapsed());
             self.count(self.counted.saturating_add(ids.len() as u32));
         }
         self.prefilled(&mut running);
+        if self.spec.sampling.logprobs.is_some()
+            && let Err(detail) = self.scores.take(ids, tokens.logprobs)
+        {
+            return Some(Event::Failed(RouterError::Internal(detail)));
+        }
         let delta = match self.text.push(ids) {
             Ok(delta) => delta,
             Err(error) => return Some(Event::Failed(error.into())),
         };
-        let text = delta.text.to_owned();
+        let piece = Piece {
+            text: delta.text.to_owned(),
+            tokens: self.scores.leave(delta.begins),
+        };
         if delta.stopped.is_some() {
             // `running` is dropped here, which cancels what the engine would still do
             running.lease.decode.succeeded();
             let tokens = self.text.tokens() as u32;
-            return Some(Event::Done(self.done(text, Finish::Stop, None, tokens)));
+            return Some(Event::Done(self.done(piece, Finish::Stop, None, tokens)));
         }
         self.state = State::Running(running);
-        if text.is_empty() {
+        if piece.is_empty() {
             return None;
         }
         self.spoken = true;
-        Some(Event::Text(text))
+        Some(Event::Text(piece))
     }
 
     fn finish(&mut self, mut running: Box<Running>, finished: &proto::Finished) -> Event {
@@ -408,17 +451,25 @@ impl Choice {
             self.flow.metrics.phase(phase, micros as f64 / 1e6);
         }
         let delta = self.text.finish();
-        let (text, stopped) = (delta.text.to_owned(), delta.stopped.is_some());
+        let stopped = delta.stopped.is_some();
+        let piece = Piece {
+            text: delta.text.to_owned(),
+            tokens: self.scores.leave(delta.begins),
+        };
         let finish = match finished.cause() {
             _ if stopped => Finish::Stop,
             finished::Cause::Length => Finish::Length,
             finished::Cause::Stop | finished::Cause::Unspecified => Finish::Stop,
         };
-        Event::Done(self.done(text, finish, Some(usage.cached_tokens), usage.completion_tokens))
+        Event::Done(self.done(piece, finish, Some(usage.cached_tokens), usage.completion_tokens))
     }
 
-    fn done(&mut self, text: String, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
-        let prompt_tokens = self.spec.prompt.len() as u32;
+    fn done(&mut self, piece: Piece, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
+        let (prompt_tokens, cached_tokens) = if self.follows {
+            (0, Some(0))
+        } else {
+            (self.spec.prompt.len() as u32, cached_tokens)
+        };
         self.count(completion_tokens);
         self.flow.metrics.phase(Phase::Queue, self.waited.as_secs_f64());
         if let Some(first_token) = self.progress.first_token() {
@@ -433,7 +484,7 @@ impl Choice {
             .inc_by(cached_tokens.unwrap_or(0).into());
         self.flow.metrics.completion_tokens.inc_by(completion_tokens.into());
         Done {
-            text,
+            piece,
             finish,
             prompt_tokens,
             cached_tokens,
@@ -507,8 +558,8 @@ impl Choice {
         self.last = Some(failure);
         self.state = State::Waiting;
         let restarted = std::mem::take(&mut self.spoken);
-        match self.flow.text.stream(&self.spec.stops) {
-            Ok(text) => self.text = text,
+        match stream(&self.flow, &self.spec) {
+            Ok(text) => (self.text, self.scores) = (text, Waiting::default()),
             Err(error) => return Some(Event::Failed(error.into())),
         }
         if pause {

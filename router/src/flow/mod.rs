@@ -4,19 +4,25 @@
 //! | --- | --- |
 //! | [`queue`] | the one queue: first come, first served, bounded in length and time |
 //! | [`verdict`] | what a failure means: whose fault, whether to try again |
+//! | [`together`] | several choices of one prompt |
+//! | [`piece`] | text with the tokens that it was made of |
 //! | [`progress`] | how far a request is, for whoever writes it down |
 //! | [`choice`] | one prompt from admission to its last token, as a stream of events |
 //!
 //! Nothing here is spawned: a request lives in the future or the body that its client waits for, and goes with it.
 
 pub mod choice;
+pub mod piece;
 pub mod progress;
 pub mod queue;
+pub mod together;
 pub mod verdict;
 
 pub use choice::{Choice, Done, Event, Finish, Spec};
+pub use piece::{Piece, Scored};
 pub use progress::Progress;
 pub use queue::Queue;
+pub use together::Part;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -18,7 +18,8 @@ use crate::api::chunks::{self, Chunks};
 use crate::api::prepare::{Origin, Prepared};
 use crate::api::request::{ChatBody, CompletionBody};
 use crate::error::RouterError;
-use crate::flow::{Choice, Done, Event, Progress, Spec};
+use crate::flow::together::seed;
+use crate::flow::{Choice, Done, Event, Part, Piece, Progress, Spec};
 use crate::metrics::Endpoint;
 
 /// Chat.
@@ -48,6 +49,7 @@ pub async fn answer(
     let limits = app.limits();
     let Prepared {
         specs,
+        n,
         stream: streamed,
         include_usage,
     } = match endpoint {
@@ -60,13 +62,22 @@ pub async fn answer(
     };
     drop(bytes);
     let head = Head::new(endpoint, &limits.model);
-    let run = Run::new(app, specs, &open.progress)?;
+    let scored = specs.first().is_some_and(|spec| spec.sampling.logprobs.is_some());
+    let scores = scored.then(|| Arc::clone(app.flow.text.vocabulary()));
+    let run = Run::new(app, specs, n, &open.progress)?;
     if streamed {
         open.streamed();
-        stream(app, head, include_usage, run, account).await
+        stream(
+            app,
+            Chunks::new(&head, include_usage, scores),
+            include_usage,
+            run,
+            account,
+        )
+        .await
     } else {
         let choices = run.finish().await?;
-        Ok(routes::json(StatusCode::OK, whole(&head, &choices)))
+        Ok(routes::json(StatusCode::OK, whole(&head, &choices, scores.as_deref())))
     }
 }
 
@@ -79,13 +90,19 @@ struct Run {
 }
 
 impl Run {
-    fn new(app: &Arc<App>, specs: Vec<Spec>, progress: &Arc<Progress>) -> Result<Self, RouterError> {
-        let choices = specs.len();
+    /// `n` choices for each spec; those of the first come first.
+    fn new(app: &Arc<App>, specs: Vec<Spec>, n: usize, progress: &Arc<Progress>) -> Result<Self, RouterError> {
+        let choices = specs.len() * n;
         let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
         let mut all = Vec::with_capacity(choices);
-        for (index, spec) in specs.into_iter().enumerate() {
-            let choice = Choice::new(Arc::clone(&app.flow), spec, Arc::clone(progress))?;
-            all.push(choice.events().map(move |event| (index, event)).boxed());
+        for spec in specs {
+            for (at, part) in Part::of(n).into_iter().enumerate() {
+                let mut spec = spec.clone();
+                spec.sampling.seed = seed(spec.sampling.seed, at);
+                let choice = Choice::new(Arc::clone(&app.flow), spec, part, Arc::clone(progress))?;
+                let index = all.len();
+                all.push(choice.events().map(move |event| (index, event)).boxed());
+            }
         }
         let events: Events = if choices == 1 {
             all.remove(0)
@@ -115,26 +132,26 @@ impl Run {
     }
 
     async fn finish(mut self) -> Result<Vec<Whole>, RouterError> {
-        let mut texts = vec![String::new(); self.choices];
+        let mut pieces = vec![Piece::default(); self.choices];
         let mut ends: Vec<Option<Done>> = vec![None; self.choices];
         let mut open = self.choices;
         while open > 0 {
             let (index, event) = self.next().await?;
             match event {
                 Event::Accepted | Event::Failed(_) => {}
-                Event::Text(text) => texts[index].push_str(&text),
-                Event::Restarted => texts[index].clear(),
-                Event::Done(done) => {
-                    texts[index].push_str(&done.text);
+                Event::Text(piece) => pieces[index].append(piece),
+                Event::Restarted => pieces[index] = Piece::default(),
+                Event::Done(mut done) => {
+                    pieces[index].append(std::mem::take(&mut done.piece));
                     ends[index] = Some(done);
                     open -= 1;
                 }
             }
         }
-        Ok(texts
+        Ok(pieces
             .into_iter()
             .zip(ends)
-            .filter_map(|(text, done)| Some(Whole { text, done: done? }))
+            .filter_map(|(piece, done)| Some(Whole { piece, done: done? }))
             .collect())
     }
 }
@@ -143,12 +160,11 @@ impl Run {
 /// a status.
 async fn stream(
     app: &Arc<App>,
-    head: Head,
+    chunks: Chunks,
     include_usage: bool,
     mut run: Run,
     account: &mut Option<Account>,
 ) -> Result<Response<Answer>, RouterError> {
-    let chunks = Chunks::new(&head, include_usage);
     let first = match tokio::time::timeout(app.config.sse_comment(), run.next()).await {
         Ok(event) => Some(event?),
         Err(_) => None,
@@ -244,10 +260,10 @@ impl Writer {
 
     async fn event(&mut self, feed: &Feed, index: usize, event: Event) -> Result<(), Unsent> {
         match event {
-            Event::Text(text) => feed.send(self.chunks.text(index, &text)).await,
+            Event::Text(piece) => feed.send(self.chunks.text(index, &piece)).await,
             Event::Done(done) => {
-                if !done.text.is_empty() {
-                    feed.send(self.chunks.text(index, &done.text)).await?;
+                if !done.piece.is_empty() {
+                    feed.send(self.chunks.text(index, &done.piece)).await?;
                 }
                 feed.send(self.chunks.finish(index, done.finish)).await?;
                 self.ends.push(done);

@@ -57,6 +57,11 @@ impl Utf8Joiner {
         }
     }
 
+    /// Has a character begun and not ended?
+    pub fn waits(&self) -> bool {
+        self.pending_bytes > 0
+    }
+
     /// Ends the text: what still waits can never become a character.
     pub fn finish(&mut self, out: &mut String) {
         if std::mem::take(&mut self.pending_bytes) > 0 {

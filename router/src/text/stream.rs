@@ -1,5 +1,6 @@
 //! The text of one choice of a response, as its tokens arrive.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::detok::Utf8Joiner;
@@ -22,6 +23,61 @@ pub struct TextStream {
     /// Reused for each delta: characters of the current token, and text that may go out.
     characters: String,
     out: String,
+    /// Which text is whose token's, for those who ask.
+    places: Option<Box<Places>>,
+}
+
+/// Where tokens stand in the text, so that each goes out with the text that it is part of.
+#[derive(Debug, Default)]
+struct Places {
+    /// Tokens whose text is not all out yet, in order.
+    waiting: VecDeque<Place>,
+    /// Bytes and characters of the text so far, held back or not.
+    bytes: usize,
+    characters: usize,
+    /// Bytes that are out.
+    out: usize,
+    /// Reused for each delta: where the tokens begin that go out with it, in characters.
+    begins: Vec<usize>,
+}
+
+/// One token's text, in bytes of the whole text.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    begin: usize,
+    end: usize,
+    begin_characters: usize,
+}
+
+impl Places {
+    /// The next token gave `text`; `open`: its last character has begun and not ended, so more text will come of it.
+    fn token(&mut self, text: &str, open: bool) {
+        let begin = self.bytes;
+        self.bytes += text.len();
+        self.waiting.push_back(Place {
+            begin,
+            end: self.bytes + usize::from(open),
+            begin_characters: self.characters,
+        });
+        self.characters += text.chars().count();
+    }
+
+    /// `out` more bytes went out; `last`: the text ends there. A token that a stop string cuts in two still counts, one that
+    /// lies behind the cut is gone with its text.
+    fn out(&mut self, out: usize, last: bool) {
+        self.out += out;
+        self.begins.clear();
+        while let Some(place) = self.waiting.front() {
+            if place.end > self.out && !(last && place.begin < self.out) {
+                break;
+            }
+            self.begins.push(place.begin_characters);
+            self.waiting.pop_front();
+        }
+        if last {
+            self.waiting.clear();
+        }
+    }
 }
 
 /// What a push or the end gave: text that may go to the client, and the stop string that ended the text.
@@ -31,6 +87,9 @@ pub struct Delta<'a> {
     pub text: &'a str,
     /// The stop string that was met. From then on the stream gives no more text: cancel the generation.
     pub stopped: Option<&'a str>,
+    /// Where the tokens that go with this text begin, in characters of the whole text: for each token in order, once. Empty
+    /// unless asked for.
+    pub begins: &'a [usize],
 }
 
 impl TextStream {
@@ -44,7 +103,15 @@ impl TextStream {
             tokens: 0,
             characters: String::new(),
             out: String::new(),
+            places: None,
         })
+    }
+
+    /// Tells with each delta which tokens it completes.
+    #[must_use]
+    pub fn with_places(mut self, tell: bool) -> Self {
+        self.places = tell.then(Box::default);
+        self
     }
 
     /// Shows special tokens (`<|im_end|>` and the like) as text instead of dropping them.
@@ -70,17 +137,18 @@ impl TextStream {
             }
             let (bytes, special) = self.vocabulary.token(id)?;
             self.tokens += 1;
-            if special && self.skip_special && !self.markers.iter().any(|marker| marker.as_bytes() == bytes) {
-                continue;
-            }
             self.characters.clear();
-            self.joiner.push(bytes, &mut self.characters);
-            self.stops.push(&self.characters, &mut self.out);
+            let hidden = special && self.skip_special && !self.markers.iter().any(|marker| marker.as_bytes() == bytes);
+            if !hidden {
+                self.joiner.push(bytes, &mut self.characters);
+                self.stops.push(&self.characters, &mut self.out);
+            }
+            if let Some(places) = &mut self.places {
+                places.token(&self.characters, self.joiner.waits());
+            }
         }
-        Ok(Delta {
-            text: &self.out,
-            stopped: self.stops.stopped(),
-        })
+        let stopped = self.stops.stopped().is_some();
+        Ok(self.delta(stopped))
     }
 
     /// Ends the text: gives what was held back, as text or as the stop string that it is.
@@ -92,9 +160,18 @@ impl TextStream {
             self.stops.push(&self.characters, &mut self.out);
             self.stops.finish(&mut self.out);
         }
+        self.delta(true)
+    }
+
+    fn delta(&mut self, last: bool) -> Delta<'_> {
+        let stopped = self.stops.stopped();
+        if let Some(places) = &mut self.places {
+            places.out(self.out.len(), last);
+        }
         Delta {
             text: &self.out,
-            stopped: self.stops.stopped(),
+            stopped,
+            begins: self.places.as_ref().map_or(&[], |places| &places.begins),
         }
     }
 

@@ -14,8 +14,8 @@ use tandem_wire::proto::engine_server::{Engine, EngineServer};
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{
     DrainRequest, DrainResponse, EngineInfo, Finished, FlushRequest, FlushResponse, GenerateEvent, GenerateRequest,
-    GetInfoRequest, Knobs, Load, Phase, Role, SetKnobsRequest, Started, Tokens, Usage, WatchLoadRequest, finished,
-    phase,
+    GetInfoRequest, Knobs, Load, Logprob, Phase, Role, SetKnobsRequest, Started, Tokens, Usage, WatchLoadRequest,
+    finished, phase,
 };
 use tandem_wire::{BootId, Failure, KvLayout, Reason, Source};
 use tokio::runtime::Runtime;
@@ -38,6 +38,15 @@ pub fn ids(text: &str) -> Vec<u32> {
         .collect()
 }
 
+/// What this engine says of a token: made up, another of each.
+pub fn score(id: u32, top: u32) -> Logprob {
+    Logprob {
+        logprob: id as f32 / -64.0,
+        top_ids: (0..top).map(|at| (id + 1 + at) % 526).collect(),
+        top_logprobs: (0..top).map(|at| at as f32 / -8.0).collect(),
+    }
+}
+
 /// A step of an answer.
 #[derive(Debug, Clone)]
 pub enum Step {
@@ -45,6 +54,10 @@ pub enum Step {
     Phase(phase::Kind),
     /// This text: a message for each token, or one for all where the caller wants tokens gathered.
     Spell(&'static str),
+    /// The prompt again, in the same way.
+    Echo,
+    /// This text without log-probabilities, whatever the caller wants.
+    Bare(&'static str),
     /// Waits until the test lets it go on.
     Hold,
     Finish(finished::Cause),
@@ -313,6 +326,8 @@ impl Engine for Service {
             .pop_front()
             .unwrap_or_else(|| self.0.standing.lock().clone());
         let (prompt, gathered) = (request.prompt_tokens.len() as u32, request.batch_tokens);
+        let top = request.sampling.as_ref().and_then(|sampling| sampling.logprobs);
+        let echo = request.prompt_tokens.clone();
         if self.0.shape.remembers {
             self.0.calls.lock().push(request);
         }
@@ -333,12 +348,17 @@ impl Engine for Service {
                 match step {
                     Step::Started => yield event(Event::Started(Started { boot_id: inner.boot.to_wire() })),
                     Step::Phase(kind) => yield event(Event::Phase(Phase { kind: kind.into() })),
-                    Step::Spell(text) => {
-                        let ids = ids(text);
+                    Step::Spell(_) | Step::Echo | Step::Bare(_) => {
+                        let (ids, top) = match step {
+                            Step::Spell(text) => (ids(text), top),
+                            Step::Bare(text) => (ids(text), None),
+                            _ => (echo.clone(), top),
+                        };
                         said += ids.len() as u32;
                         let size = if gathered { ids.len() } else { 1 };
                         for ids in ids.chunks(size) {
-                            yield event(Event::Tokens(Tokens { ids: ids.to_vec(), ..Tokens::default() }));
+                            let logprobs = top.map(|top| ids.iter().map(|&id| score(id, top)).collect());
+                            yield event(Event::Tokens(Tokens { ids: ids.to_vec(), logprobs: logprobs.unwrap_or_default() }));
                             if inner.shape.token_ms > 0 {
                                 tokio::time::sleep(Duration::from_millis(inner.shape.token_ms)).await;
                             }

@@ -147,23 +147,7 @@ async fn a_wrong_request_is_not_refused_by_the_name_of_its_field() {
             "stop_token_ids",
             "invalid_field",
         ),
-        (json!({"temperature": 2.5}), "temperature", "invalid_field"),
-        (json!({"temperature": -0.5}), "temperature", "invalid_field"),
-        (json!({"top_p": 0}), "top_p", "invalid_field"),
-        (json!({"top_p": 1.5}), "top_p", "invalid_field"),
         (json!({"model": null}), "model", "invalid_field"),
-        (json!({"n": 2}), "n", "unsupported_parameter"),
-        (
-            json!({"tools": [{"type": "function", "function": {"name": "f"}}]}),
-            "tools",
-            "unsupported_parameter",
-        ),
-        (
-            json!({"response_format": {"type": "json_object"}}),
-            "response_format",
-            "unsupported_parameter",
-        ),
-        (json!({"logprobs": true}), "logprobs", "unsupported_parameter"),
     ];
     for (extra, param, code) in cases {
         let answer = stack.client.chat(extra.clone()).await;
@@ -324,8 +308,8 @@ async fn a_request_id_is_not_echoed_or_a_dangerous_one_is() {
     let answer = with("mine-1", json!({})).await;
     assert_eq!(answer.header("x-request-id"), Some("mine-1"));
     assert_eq!(decode.calls()[0].request_id, "mine-1");
-    let answer = with("mine-2", json!({"n": 3})).await;
-    assert_eq!(answer.code(), "unsupported_parameter");
+    let answer = with("mine-2", json!({"n": 0})).await;
+    assert_eq!(answer.code(), "invalid_field");
     assert_eq!(answer.header("x-request-id"), Some("mine-2"));
     for bad in ["two words", &"x".repeat(129)] {
         let answer = with(bad, json!({})).await;

@@ -129,31 +129,55 @@ fn characters_so_far(ids: &[u32]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// The definition: where the tokens begin that have a part in `text`, or that stand in it without any text of their own.
+fn begins(ids: &[u32], text: &str, stopped: bool) -> Vec<usize> {
+    let mut begins = Vec::new();
+    let mut so_far = String::new();
+    for taken in 1..=ids.len() {
+        let begin = so_far.len();
+        so_far = characters_so_far(&ids[..taken]);
+        let open = TINY.decode(&ids[..taken], true).unwrap().len() > so_far.len();
+        let end = so_far.len() + usize::from(open);
+        if !stopped || end <= text.len() || begin < text.len() {
+            begins.push(so_far[..begin].chars().count());
+        }
+    }
+    begins
+}
+
 struct Streamed {
     text: String,
     stopped: Option<String>,
     tokens: usize,
+    /// Where the tokens begin that went out with some text.
+    begins: Vec<usize>,
 }
 
 /// Streams `ids` in groups that end at `cuts`.
-fn stream(mut stream: TextStream, ids: &[u32], cuts: &[usize]) -> Streamed {
-    let mut text = String::new();
+fn stream(stream: TextStream, ids: &[u32], cuts: &[usize]) -> Streamed {
+    let mut stream = stream.with_places(true);
+    let (mut text, mut begins) = (String::new(), Vec::new());
     let mut stopped = None;
     let mut from = 0;
     for &to in cuts.iter().chain([&ids.len()]) {
         let delta = stream.push(&ids[from..to]).unwrap();
         assert!(stopped.is_none() || delta.text.is_empty(), "text after a stop string");
         text.push_str(delta.text);
+        begins.extend_from_slice(delta.begins);
+        let shown = text.chars().count();
+        assert!(begins.iter().all(|&begin| begin <= shown), "a token before its text");
         stopped = delta.stopped.map(str::to_owned);
         from = to;
     }
     let end = stream.finish();
     text.push_str(end.text);
+    begins.extend_from_slice(end.begins);
     stopped = stopped.or(end.stopped.map(str::to_owned));
     Streamed {
         text,
         stopped,
         tokens: stream.tokens(),
+        begins,
     }
 }
 
@@ -183,6 +207,8 @@ proptest! {
         let single = stream(TINY.stream(&stops).unwrap(), &ids, &each);
         prop_assert_eq!((&single.text, &single.stopped, single.tokens), (&got.text, &got.stopped, got.tokens));
         prop_assert!(got.tokens == ids.len() || got.stopped.is_some());
+        prop_assert_eq!(&single.begins, &got.begins);
+        prop_assert_eq!(&got.begins, &begins(&ids, &whole[..end.unwrap_or(whole.len())], got.stopped.is_some()));
     }
 
     #[test]
