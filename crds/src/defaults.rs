@@ -1,6 +1,6 @@
 //! Every default that is not the first choice of an enum.
 
-use crate::spec::{Backend, EngineKnobs, EngineRole, KvCache, PrefixCache, Timeouts};
+use crate::spec::{Backend, EngineKnobs, EngineRole, KvCache, Parallelism, PrefixCache, Timeouts};
 
 /// `metadata.namespace`.
 pub(crate) fn namespace() -> String {
@@ -18,8 +18,15 @@ impl Default for EngineRole {
         Self {
             replicas: 1,
             backend: Backend::default(),
+            parallelism: Parallelism::default(),
             knobs: EngineKnobs::default(),
         }
+    }
+}
+
+impl Default for Parallelism {
+    fn default() -> Self {
+        Self { tensor: 1 }
     }
 }
 

@@ -116,6 +116,8 @@ pub struct EngineRole {
     pub replicas: i32,
     /// What computes. Default: `Auto`. Restarts the role.
     pub backend: Backend,
+    /// How one process splits the model.
+    pub parallelism: Parallelism,
     /// What tunes speed and not results.
     pub knobs: EngineKnobs,
 }
@@ -128,6 +130,14 @@ pub enum Backend {
     Auto,
     /// The CPU.
     Cpu,
+}
+
+/// How one process splits the model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Parallelism {
+    /// Parts of every layer, computed together; divides the model's KV heads. Default: 1. Restarts the role.
+    pub tensor: i32,
 }
 
 /// What tunes an engine's speed and not its results.

@@ -116,6 +116,7 @@ fn model(rules: &mut Rules, model: &Model) {
 
 fn role(rules: &mut Rules, path: &str, role: &EngineRole) {
     rules.range(&format!("{path}.replicas"), role.replicas, 0..=64);
+    rules.range(&format!("{path}.parallelism.tensor"), role.parallelism.tensor, 1..=64);
     rules.range(
         &format!("{path}.knobs.chunkedPrefillTokens"),
         role.knobs.chunked_prefill_tokens,

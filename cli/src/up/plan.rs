@@ -140,6 +140,7 @@ fn engine(
     if let Some(threads) = machine.threads {
         args.add("--threads", threads.to_string());
     }
+    args.add("--tensor-parallel", of.parallelism.tensor.to_string());
     args.add("--kv-memory-mib", machine.kv_memory_mib.to_string());
     args.add("--page-tokens", spec.kv_cache.page_tokens.to_string());
     if let Some(tokens) = spec.model.max_length_tokens {
@@ -431,6 +432,7 @@ mod tests {
         spec.model.max_length_tokens = Some(4096);
         spec.kv_cache.page_tokens = 32;
         spec.prefill.backend = Backend::Cpu;
+        spec.prefill.parallelism.tensor = 2;
         spec.prefill.knobs = EngineKnobs {
             chunked_prefill_tokens: 64,
             max_running: 3,
@@ -448,6 +450,8 @@ mod tests {
         for (process, flag, expected) in [
             (prefill, "--backend", "cpu"),
             (decode, "--backend", "auto"),
+            (prefill, "--tensor-parallel", "2"),
+            (decode, "--tensor-parallel", "1"),
             (prefill, "--chunked-prefill-tokens", "64"),
             (decode, "--chunked-prefill-tokens", "128"),
             (prefill, "--max-running", "3"),

@@ -50,6 +50,7 @@ fn a_minimal_manifest_gets_every_default() {
     assert_eq!(spec.kv_cache.page_tokens, 16);
     for role in [&spec.prefill, &spec.decode] {
         assert_eq!((role.replicas, role.backend), (1, Backend::Auto));
+        assert_eq!(role.parallelism.tensor, 1);
         assert_eq!((role.knobs.chunked_prefill_tokens, role.knobs.max_running), (128, 32));
         assert_eq!(role.knobs.prefix_cache.mode, PrefixCacheMode::Enabled);
     }
@@ -78,6 +79,7 @@ fn a_field_that_does_not_exist_is_refused_by_its_path() {
         ("spec.restart", json!({}), "restart"),
         ("spec.kvCache.dtype", json!("Auto"), "dtype"),
         ("spec.prefill.gpusPerReplica", json!(4), "gpusPerReplica"),
+        ("spec.prefill.parallelism.data", json!(2), "data"),
         ("spec.prefill.knobs.hostTier", json!({}), "hostTier"),
         ("spec.decode.knobs.attention", json!({}), "attention"),
         ("spec.router.replicas", json!(2), "replicas"),
@@ -215,6 +217,11 @@ fn each_rule_names_field_value_and_remedy() {
             "spec.decode.replicas",
             json!(0),
             "spec.decode.replicas: 0 leaves prefill without a peer",
+        ),
+        (
+            "spec.prefill.parallelism.tensor",
+            json!(0),
+            "spec.prefill.parallelism.tensor: 0 is out of bounds; write 1 to 64",
         ),
         (
             "spec.decode.knobs.maxRunning",

@@ -82,6 +82,32 @@ impl Heads {
     }
 }
 
+/// What a row's queries, keys and values go through before attention, in this order.
+///
+/// Neighbouring elements of a head are rotated together. Checkpoints that pair element i with i + half get their rows (and biases and
+/// norm weights) reordered while loading, so there is one kernel; a score is a sum over a head, so no answer depends on the order, but
+/// the keys in the KV pool, and on the wire, are in it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ready {
+    /// `[(query + 2 kv) x dim]`, added.
+    pub bias: Option<WeightId>,
+    /// Norms of each query head and each key head.
+    pub norms: Option<HeadNorms>,
+    /// cos and sin in turn, `[max_length][dim]`: queries and keys are rotated.
+    pub rope: WeightId,
+}
+
+/// RMS norms over single heads.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNorms {
+    /// Weights `[dim]` of all query heads.
+    pub query: WeightId,
+    /// Weights `[dim]` of all key heads.
+    pub key: WeightId,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
 /// The KV pool, f16, all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvShape {
@@ -168,12 +194,12 @@ pub enum Op {
         /// Bound.
         rows: usize,
     },
-    /// Rotates queries (scaled by `dim^-0.5`) and keys in place, neighbouring pairs; writes keys and values to the KV pool.
+    /// Makes queries (scaled by `dim^-0.5`), keys and values ready in place, as [`Ready`] says; writes keys and values to the KV pool.
     RopeWrite {
         /// `[rows][(query + 2 kv) x dim]` f32.
         qkv: BufferId,
-        /// cos and sin in turn, `[max_length][dim]`.
-        rope: WeightId,
+        /// What is done to them.
+        ready: Ready,
         /// Layer, from 0.
         layer: usize,
         /// Shape.

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::{Backend, BackendError, BufferId, BufferShape, KvShape, Op, Row, WeightId};
 use crate::exec::{KvError, KvRun, KvStore, PageId};
 
@@ -18,7 +20,10 @@ pub(crate) enum Event {
 /// The recorder.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder {
-    pub(crate) events: Vec<Event>,
+    /// Shared, so that a test can look into a rank that lives on another thread.
+    pub(crate) events: Arc<Mutex<Vec<Event>>>,
+    /// The first op panics.
+    pub(crate) dies: bool,
     buffers: u32,
     weights: u32,
 }
@@ -41,6 +46,9 @@ impl KvStore for NoKv {
 }
 
 impl Recorder {
+    fn push(&self, event: Event) {
+        self.events.lock().push(event);
+    }
     fn weight(&mut self) -> WeightId {
         self.weights += 1;
         WeightId(self.weights - 1)
@@ -52,7 +60,7 @@ impl Backend for Recorder {
         "recorder"
     }
     fn buffer(&mut self, shape: BufferShape) -> Result<BufferId, BackendError> {
-        self.events.push(Event::Alloc(shape));
+        self.push(Event::Alloc(shape));
         self.buffers += 1;
         Ok(BufferId(self.buffers - 1))
     }
@@ -66,16 +74,17 @@ impl Backend for Recorder {
         Ok(Arc::new(NoKv))
     }
     fn write(&mut self, buffer: BufferId, data: &[u32]) {
-        self.events.push(Event::Write(buffer, data.len()));
+        self.push(Event::Write(buffer, data.len()));
     }
     fn read(&mut self, buffer: BufferId, out: &mut [u32]) {
-        self.events.push(Event::Read(buffer, out.len()));
+        self.push(Event::Read(buffer, out.len()));
         out.fill(0);
     }
     fn enqueue(&mut self, op: Op) {
-        self.events.push(Event::Op(op));
+        assert!(!self.dies, "this backend was told to die");
+        self.push(Event::Op(op));
     }
     fn finish(&mut self, _on_layer: &mut dyn FnMut(u32)) {
-        self.events.push(Event::Finish);
+        self.push(Event::Finish);
     }
 }

@@ -6,7 +6,7 @@ use crate::exec::{MAX_BIASES, MAX_LOGPROBS, ModelSpec, Sample, SampleParams, Ste
 use crate::sample::words::{Row, SAMPLING_WORDS};
 
 /// Host side of the batch buffers; reused from step to step.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct HostBatch {
     tokens: Vec<u32>,
     positions: Vec<u32>,

@@ -1,8 +1,12 @@
 //! The llama forward pass: config and weights in, a list of ops out. No device is known here.
 
+use std::f64::consts::PI;
+
 use super::LoadError;
-use super::config::ModelConfig;
-use crate::backend::{Backend, BackendError, Batch, BufferId, BufferShape, Context, Heads, Op, SEQ_WORDS, WeightId};
+use super::config::{ModelConfig, RopeScaling};
+use crate::backend::{
+    Backend, BackendError, Batch, BufferId, BufferShape, Context, HeadNorms, Heads, Op, Ready, SEQ_WORDS, WeightId,
+};
 use crate::exec::{MAX_BIASES, mask_words};
 use crate::sample::logprob::LOGPROB_WORDS;
 use crate::sample::words::SAMPLING_WORDS;
@@ -12,6 +16,10 @@ pub(super) struct Layer {
     pub(super) attn_norm: WeightId,
     /// Query, key and value rows, in this order: `[qkv_columns, hidden_size]`.
     pub(super) qkv: WeightId,
+    /// `[qkv_columns]`.
+    pub(super) qkv_bias: Option<WeightId>,
+    /// Over `head_dim`.
+    pub(super) head_norms: Option<HeadNorms>,
     /// `[hidden_size, heads x head_dim]`.
     pub(super) attn_output: WeightId,
     pub(super) ffn_norm: WeightId,
@@ -195,6 +203,24 @@ pub(super) fn rope_table(c: &ModelConfig, factors: Option<&[f32]>, length: usize
     table
 }
 
+/// What `scaling` divides the rotary frequencies by, pair by pair.
+pub(super) fn rope_factors(c: &ModelConfig, scaling: RopeScaling) -> Vec<f32> {
+    let RopeScaling::Llama3 {
+        factor,
+        low_freq_factor,
+        high_freq_factor,
+        original_max_position_embeddings,
+    } = scaling;
+    let divisor = |pair: usize| {
+        let wavelength = 2.0 * PI * c.rope_theta.powf(2.0 * pair as f64 / c.rope_dim as f64);
+        let periods = original_max_position_embeddings as f64 / wavelength;
+        // 0: all of the factor, 1: nothing of it
+        let keep = ((periods - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+        (1.0 / ((1.0 - keep) / factor + keep)) as f32
+    };
+    (0..c.rope_dim / 2).map(divisor).collect()
+}
+
 impl Llama {
     /// Head counts and width.
     pub(super) fn heads(&self) -> Heads {
@@ -205,8 +231,8 @@ impl Llama {
     pub(super) fn enqueue(&self, backend: &mut impl Backend, context: &Context, ws: &Workspace, bucket: Bucket) {
         let (c, batch, rows, heads) = (&self.config, ws.batch, bucket.rows, self.heads());
         let eps = c.rms_norm_eps;
-        // other ranks contribute their part of the sum alone
-        let residual = context.rank == 0;
+        // the other ranks add their parts of the sums to it, and do not sample
+        let first = context.rank == 0;
         backend.enqueue(Op::Embed {
             table: self.token_embd,
             x: ws.x,
@@ -227,7 +253,11 @@ impl Llama {
             });
             backend.enqueue(Op::RopeWrite {
                 qkv: ws.qkv,
-                rope: self.rope,
+                ready: Ready {
+                    bias: w.qkv_bias,
+                    norms: w.head_norms,
+                    rope: self.rope,
+                },
                 layer,
                 heads,
                 batch,
@@ -248,7 +278,7 @@ impl Llama {
                 act: ws.attended_act,
                 w: w.attn_output,
                 x: ws.x,
-                residual,
+                residual: first,
                 batch,
                 rows,
             });
@@ -270,7 +300,7 @@ impl Llama {
                 act: ws.inner_act,
                 w: w.ffn_down,
                 x: ws.x,
-                residual,
+                residual: first,
                 batch,
                 rows,
             });
@@ -279,7 +309,7 @@ impl Llama {
                 layer: layer as u32 + 1,
             });
         }
-        if bucket.outs > 0 {
+        if first && bucket.outs > 0 {
             let outs = bucket.outs;
             backend.enqueue(Op::Head {
                 x: ws.x,

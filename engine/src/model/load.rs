@@ -1,21 +1,22 @@
 //! From a file to an executor: checks, memory, packing, hash.
 
-use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
 
 use tandem_wire::KvLayout;
 use tandem_wire::layout::KvDtype;
 
 use super::LoadError;
 use super::budget;
-use super::checkpoint::{Checkpoint, LayerPart, Part, Tensor};
-use super::config::RopePairs;
-use super::forward::{self, Bounds, Layer, Llama, Workspace};
+use super::checkpoint::Checkpoint;
+use super::forward::{self, Bounds, Workspace};
+use super::ranks::{AllHeads, Peers, RANK_LIMIT, Rank};
 use super::runner::Runner;
-use super::tensor::{BLOCK, Dtype, dequantise_row};
-use crate::backend::cpu::{Cpu, Isa};
-use crate::backend::{Backend, BackendError, Context, KvShape, Row, WeightId};
-use crate::exec::{Executor, ModelSpec};
+use super::weights::{self, Cut};
+use crate::backend::cpu::{Cpu, Isa, ThreadCommunicator};
+use crate::backend::{Backend, BackendError, Context, KvShape};
+use crate::exec::{Executor, KvStore, ModelSpec};
 
 /// A KV cache that holds fewer tokens, and fewer than the model takes, is a mistake unless the length is asked for.
 const LEAST_TOKENS: usize = 512;
@@ -26,6 +27,8 @@ pub const MAX_PAGE_TOKENS: u32 = 1024;
 pub const MAX_STEP_TOKENS: u32 = 65_536;
 /// The most sequences of one step.
 pub const MAX_STEP_SEQS: u32 = 4_096;
+/// The most parts that a model is cut into.
+pub const MAX_RANKS: u32 = 64;
 
 /// How much KV cache to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,8 +54,10 @@ impl KvBudget {
 pub struct LoadOptions {
     /// The model.
     pub path: PathBuf,
-    /// Compute threads.
+    /// Compute threads, all ranks together.
     pub threads: usize,
+    /// Parts of every layer, each with a rank of its own: heads and inner columns are cut, embedding and head are not.
+    pub tensor_parallel: usize,
     /// Kernels; `None`: the best that this CPU has.
     pub isa: Option<Isa>,
     /// KV cache.
@@ -76,6 +81,7 @@ impl LoadOptions {
         Self {
             path: path.into(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
+            tensor_parallel: 1,
             isa: None,
             kv: KvBudget::Mib(512),
             page_tokens: 16,
@@ -92,43 +98,78 @@ pub fn load(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Box<d
     Ok(Box::new(load_cpu(options, progress)?))
 }
 
-/// Loads a model onto a CPU backend made for it.
+/// Loads a model onto CPU backends made for it.
 pub(super) fn load_cpu(options: &LoadOptions, progress: &mut dyn FnMut(u8)) -> Result<Runner<Cpu>, LoadError> {
-    let error = |source| LoadError::Backend {
-        path: options.path.clone(),
-        source,
-    };
-    let context = Context::single();
-    let cpu = Cpu::new(
-        options.threads,
-        options.isa.unwrap_or_else(Isa::detect),
-        context.clone(),
-    )
-    .map_err(error)?;
-    load_on(cpu, context, options, progress)
+    let isa = options.isa.unwrap_or_else(Isa::detect);
+    let threads = (options.threads / options.tensor_parallel.max(1)).max(1);
+    load_on(|context| Cpu::new(threads, isa, context), options, progress)
 }
 
-/// Loads a model onto `backend`.
-pub(super) fn load_on<B: Backend>(
-    backend: B,
-    context: Context,
+/// Loads a model onto backends that `make` makes, one for each rank.
+pub(super) fn load_on<B: Backend + 'static>(
+    make: impl Fn(Context) -> Result<B, BackendError> + Sync,
     options: &LoadOptions,
     progress: &mut dyn FnMut(u8),
 ) -> Result<Runner<B>, LoadError> {
     progress(0);
     let checkpoint = Checkpoint::open(&options.path)?;
     let sizes = Sizes::choose(options, &checkpoint)?;
-    let (hash, built) = std::thread::scope(|scope| {
-        let hash = scope.spawn(|| checkpoint.hash());
-        let built = build(backend, &checkpoint, &sizes, options.as_f32, progress);
-        (hash.join(), built)
+    let c = checkpoint.config();
+    let ranks = options.tensor_parallel;
+    let communicator = (ranks > 1).then(|| {
+        Arc::new(ThreadCommunicator::new(
+            ranks,
+            sizes.bounds.rows * c.hidden_size,
+            RANK_LIMIT,
+        ))
     });
-    let (backend, model, kv, workspace) = built?;
+    let context = |rank| match &communicator {
+        None => Context::single(),
+        Some(c) => Context {
+            rank,
+            communicator: Arc::<ThreadCommunicator>::clone(c),
+        },
+    };
+    let one = |rank, progress: &mut dyn FnMut(u8)| {
+        let cut = Cut { rank, ranks };
+        load_rank(
+            make(context(rank)),
+            context(rank),
+            &checkpoint,
+            cut,
+            &sizes,
+            options,
+            progress,
+        )
+    };
+    let one = &one;
+    let (hash, first, others) = thread::scope(|scope| {
+        let hash = scope.spawn(|| checkpoint.hash());
+        let others: Vec<_> = (1..ranks)
+            .map(|rank| scope.spawn(move || one(rank, &mut |_| {})))
+            .collect();
+        let first = one(0, progress);
+        let others: Vec<_> = others.into_iter().map(thread::ScopedJoinHandle::join).collect();
+        (hash.join(), first, others)
+    });
+    let (rank, pool) = first?;
+    let mut pools = vec![pool];
+    let mut peers = communicator.map_or_else(Peers::default, Peers::new);
+    for other in others {
+        let (rank, pool) = other.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        peers
+            .start(rank)
+            .map_err(|source| backend_error(&options.path, source))?;
+        pools.push(pool);
+    }
+    let kv = match pools.len() {
+        1 => pools.remove(0),
+        _ => Arc::new(AllHeads::new(pools, 2 * c.num_key_value_heads / ranks * c.head_dim)),
+    };
     let hash = hash.map_err(|_| LoadError::Damaged {
         path: options.path.clone(),
         what: "it could not be hashed".to_owned(),
     })?;
-    let c = &model.config;
     let spec = ModelSpec {
         name: c.name.clone(),
         hash,
@@ -142,14 +183,58 @@ pub(super) fn load_on<B: Backend>(
         max_length_tokens: sizes.max_length as u32,
         vocab_size: c.vocab_size as u32,
         end_tokens: c.end_tokens.clone(),
-        backend: backend.name(),
+        backend: rank.backend.name(),
         total_pages: sizes.kv.pages as u32,
         page_tokens: options.page_tokens,
         max_step_tokens: options.max_step_tokens,
         max_step_seqs: options.max_step_seqs,
     };
     progress(100);
-    Ok(Runner::new(backend, context, spec, model, workspace, sizes.bounds, kv))
+    Ok(Runner::new(rank, peers, spec, kv))
+}
+
+/// Packs one rank's weights and makes its buffers.
+fn load_rank<B: Backend>(
+    backend: Result<B, BackendError>,
+    context: Context,
+    checkpoint: &Checkpoint,
+    cut: Cut,
+    sizes: &Sizes,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u8),
+) -> Result<(Rank<B>, Arc<dyn KvStore>), LoadError> {
+    let error = |source| backend_error(checkpoint.path(), source);
+    let mut backend = backend.map_err(error)?;
+    let own = weights::part_of(checkpoint.config(), cut.ranks);
+    let workspace = Workspace::new(&mut backend, &own, sizes.bounds).map_err(error)?;
+    let kv = KvShape {
+        heads: forward::heads(&own),
+        ..sizes.kv
+    };
+    let kv = backend.kv_pool(kv).map_err(error)?;
+    let model = weights::pack(
+        &mut backend,
+        checkpoint,
+        cut,
+        options.as_f32,
+        sizes.max_length,
+        progress,
+    )?;
+    let rank = Rank {
+        backend,
+        context,
+        model,
+        workspace,
+        bounds: sizes.bounds,
+    };
+    Ok((rank, kv))
+}
+
+fn backend_error(path: &Path, source: BackendError) -> LoadError {
+    LoadError::Backend {
+        path: path.to_owned(),
+        source,
+    }
 }
 
 /// What follows from options and config.
@@ -195,6 +280,13 @@ impl Sizes {
                 o.threads.to_string(),
                 "at least 1 and at most 1024 are needed",
             );
+        }
+        if !(1..=MAX_RANKS as usize).contains(&o.tensor_parallel) {
+            let why = format!("at least 1 and at most {MAX_RANKS} are possible");
+            return refuse("--tensor-parallel", o.tensor_parallel.to_string(), &why);
+        }
+        if let Err(why) = weights::check_ranks(c, o.tensor_parallel) {
+            return refuse("--tensor-parallel", o.tensor_parallel.to_string(), &why);
         }
         let one = KvShape {
             layers: c.num_hidden_layers,
@@ -260,10 +352,14 @@ impl Sizes {
         let Some(available) = budget::available_bytes() else {
             return Ok(());
         };
-        let weights = packed_bytes(checkpoint, o.as_f32);
-        let buffers: usize = forward::shapes(c, self.bounds).into_iter().map(Cpu::buffer_bytes).sum();
+        let weights = weights::packed_bytes(checkpoint, o.tensor_parallel, o.as_f32);
+        let own = weights::part_of(c, o.tensor_parallel);
+        let buffers: usize = forward::shapes(&own, self.bounds)
+            .into_iter()
+            .map(Cpu::buffer_bytes)
+            .sum();
         let rope = self.max_length * c.head_dim * 4;
-        let work = (buffers + rope) as u64 + (o.threads as u64) * (4 << 20);
+        let work = ((buffers + rope) * o.tensor_parallel) as u64 + (o.threads as u64) * (4 << 20);
         let need = weights.saturating_add(kv).saturating_add(work);
         if need <= available {
             return Ok(());
@@ -302,200 +398,4 @@ pub(super) fn pool(budget: KvBudget, page_tokens: u32, page_bytes: u64) -> Resul
         ))
     })?;
     Ok((pages, bytes))
-}
-
-/// Bytes of the weights as the backend packs them.
-fn packed_bytes(checkpoint: &Checkpoint, as_f32: bool) -> u64 {
-    let c = checkpoint.config();
-    let held = |dtype| if as_f32 { Dtype::F32 } else { dtype };
-    let matrix = |parts: &[Part]| -> u64 {
-        let rows: Vec<_> = parts
-            .iter()
-            .filter_map(|part| Some((held(checkpoint.tensor(*part)?.dtype), part.dims(c)[1])))
-            .collect();
-        match parts[0].dims(c)[0] {
-            _ if rows.is_empty() => 0,
-            k => Cpu::matrix_bytes(&rows, k),
-        }
-    };
-    let layer = |l: usize| -> u64 {
-        let of = |parts: &[LayerPart]| matrix(&parts.iter().map(|p| Part::Layer(l, *p)).collect::<Vec<_>>());
-        of(&QKV) + of(&[LayerPart::AttnOutput]) + of(&GATE_UP) + of(&[LayerPart::Down])
-    };
-    (0..c.num_hidden_layers).map(layer).sum::<u64>() + matrix(&[Part::TokenEmbd]) + matrix(&[Part::Output])
-}
-
-/// The tensors of a layer that are packed as one matrix.
-const QKV: [LayerPart; 3] = [LayerPart::Q, LayerPart::K, LayerPart::V];
-const GATE_UP: [LayerPart; 2] = [LayerPart::Gate, LayerPart::Up];
-
-type Built<B> = (B, Llama, std::sync::Arc<dyn crate::exec::KvStore>, Workspace);
-
-/// Packs the weights and makes the buffers.
-fn build<B: Backend>(
-    mut backend: B,
-    checkpoint: &Checkpoint,
-    sizes: &Sizes,
-    as_f32: bool,
-    progress: &mut dyn FnMut(u8),
-) -> Result<Built<B>, LoadError> {
-    let error = |source: BackendError| LoadError::Backend {
-        path: checkpoint.path().to_owned(),
-        source,
-    };
-    let c = checkpoint.config();
-    if c.rope_pairs == RopePairs::Halves || c.qkv_bias || c.qk_norm || c.rope_scaling.is_some() {
-        return Err(LoadError::Architecture {
-            path: checkpoint.path().to_owned(),
-            found: c.architecture.name().to_owned(),
-            known: "llama",
-        });
-    }
-    let workspace = Workspace::new(&mut backend, c, sizes.bounds).map_err(error)?;
-    let kv = backend.kv_pool(sizes.kv).map_err(error)?;
-    let mut w = Weights {
-        checkpoint,
-        backend: &mut backend,
-        used: BTreeSet::new(),
-        as_f32,
-        done: 0,
-        all: checkpoint.tensor_bytes().max(1),
-        progress,
-    };
-    let token_embd = w.matrix(&[Part::TokenEmbd], false)?;
-    let mut layers = Vec::with_capacity(c.num_hidden_layers);
-    for l in 0..c.num_hidden_layers {
-        let part = |p: LayerPart| Part::Layer(l, p);
-        layers.push(Layer {
-            attn_norm: w.vector(part(LayerPart::AttnNorm))?,
-            qkv: w.matrix(&QKV.map(part), false)?,
-            attn_output: w.matrix(&[part(LayerPart::AttnOutput)], false)?,
-            ffn_norm: w.vector(part(LayerPart::FfnNorm))?,
-            gate_up: w.matrix(&GATE_UP.map(part), true)?,
-            ffn_down: w.matrix(&[part(LayerPart::Down)], false)?,
-        });
-    }
-    let output_norm = w.vector(Part::OutputNorm)?;
-    let output = if checkpoint.tensor(Part::Output).is_some() {
-        w.matrix(&[Part::Output], false)?
-    } else {
-        token_embd
-    };
-    let factors = if checkpoint.tensor(Part::RopeFreqs).is_some() {
-        let factors = w.values(Part::RopeFreqs)?;
-        forward::check_factors(checkpoint.path(), &factors)?;
-        Some(factors)
-    } else {
-        None
-    };
-    checkpoint.all_used(&w.used)?;
-    let table = forward::rope_table(c, factors.as_deref(), sizes.max_length);
-    let rope = backend.vector(table).map_err(error)?;
-    Ok((
-        backend,
-        Llama {
-            config: c.clone(),
-            token_embd,
-            layers,
-            output_norm,
-            output,
-            rope,
-        },
-        kv,
-        workspace,
-    ))
-}
-
-/// Takes tensors out of a checkpoint.
-struct Weights<'a, B> {
-    checkpoint: &'a Checkpoint,
-    backend: &'a mut B,
-    used: BTreeSet<Part>,
-    as_f32: bool,
-    /// Bytes taken, of how many.
-    done: u64,
-    all: u64,
-    progress: &'a mut dyn FnMut(u8),
-}
-
-impl<'a, B: Backend> Weights<'a, B> {
-    fn tensor(&mut self, part: Part) -> Result<Tensor<'a>, LoadError> {
-        let tensor = self.checkpoint.tensor(part).ok_or_else(|| LoadError::MissingTensor {
-            path: self.checkpoint.path().to_owned(),
-            tensor: self.checkpoint.name(part),
-        })?;
-        self.used.insert(part);
-        self.done += tensor.bytes.len() as u64;
-        // tensors neither overlap nor are taken twice; the rest is making tables and waiting for the hash
-        (self.progress)((self.done * 98 / self.all) as u8 + 1);
-        Ok(tensor)
-    }
-
-    fn values(&mut self, part: Part) -> Result<Vec<f32>, LoadError> {
-        let tensor = self.tensor(part)?;
-        let mut values = vec![0.0; part.dims(self.checkpoint.config())[0]];
-        dequantise_row(tensor.dtype, tensor.bytes, &mut values);
-        Ok(values)
-    }
-
-    fn error(&self, source: BackendError) -> LoadError {
-        LoadError::Backend {
-            path: self.checkpoint.path().to_owned(),
-            source,
-        }
-    }
-
-    fn vector(&mut self, part: Part) -> Result<WeightId, LoadError> {
-        let values = self.values(part)?;
-        self.backend.vector(values).map_err(|e| self.error(e))
-    }
-
-    /// One matrix of the rows of several tensors of as many inputs: one after the other, or in turn by 32.
-    fn matrix(&mut self, from: &[Part], in_turn: bool) -> Result<WeightId, LoadError> {
-        let mut parts: Vec<Vec<Row<'a>>> = Vec::with_capacity(from.len());
-        for part in from {
-            let tensor = self.tensor(*part)?;
-            let n = part.dims(self.checkpoint.config())[1];
-            parts.push(
-                tensor
-                    .bytes
-                    .chunks_exact(tensor.bytes.len() / n)
-                    .map(|bytes| Row {
-                        dtype: tensor.dtype,
-                        bytes,
-                    })
-                    .collect(),
-            );
-        }
-        let rows: Vec<Row<'a>> = if in_turn {
-            (0..parts[0].len() / BLOCK)
-                .flat_map(|i| parts.iter().flat_map(move |p| &p[i * BLOCK..(i + 1) * BLOCK]))
-                .copied()
-                .collect()
-        } else {
-            parts.concat()
-        };
-        let k = from[0].dims(self.checkpoint.config())[0];
-        if self.as_f32 {
-            let values = dequantised(&rows, k);
-            let row = |bytes| Row {
-                dtype: Dtype::F32,
-                bytes,
-            };
-            let rows: Vec<Row<'_>> = values.chunks_exact(4 * k).map(row).collect();
-            return self.backend.matrix(&rows, k).map_err(|e| self.error(e));
-        }
-        self.backend.matrix(&rows, k).map_err(|e| self.error(e))
-    }
-}
-
-/// The bytes of rows of `k` values as f32.
-fn dequantised(rows: &[Row<'_>], k: usize) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(rows.len() * k * 4);
-    let mut values = vec![0.0; k];
-    for row in rows {
-        dequantise_row(row.dtype, row.bytes, &mut values);
-        bytes.extend(values.iter().flat_map(|v| v.to_le_bytes()));
-    }
-    bytes
 }

@@ -6,10 +6,12 @@
 //! | `tensor.rs` | element types |
 //! | [`config`] | a model's sizes and constants |
 //! | [`checkpoint`] | sizes and tensors, whichever format they come in |
-//! | `load.rs` | packs and hashes a checkpoint |
+//! | `load.rs` | from options and a checkpoint to an executor |
+//! | `weights.rs` | packs tensors: reordered, or one rank's part |
 //! | `budget.rs` | is there memory for it |
 //! | `forward.rs` | the forward pass as a list of ops |
 //! | `batch.rs` | a step's sequences as the batch buffers' content |
+//! | `ranks.rs` | a model in several parts, a thread each |
 //! | `runner.rs` | the executor |
 //! | `score.rs` | logits of every position, for judging numerics |
 
@@ -21,17 +23,19 @@ mod error;
 mod forward;
 pub mod gguf;
 mod load;
+mod ranks;
 mod runner;
 mod score;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 #[cfg(test)]
 #[path = "../../tests/it/tiny.rs"]
 mod tiny;
 
 pub use error::LoadError;
-pub use load::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_STEP_SEQS, MAX_STEP_TOKENS, load};
+pub use load::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS, load};
 pub use score::Scorer;
 pub use tensor::{Dtype, dequantise_row};

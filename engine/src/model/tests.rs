@@ -1,9 +1,12 @@
 //! The whole forward pass: against plain f32 code, bit by bit across batchings, and as a list of ops.
 
 use std::path::Path;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::forward::{Bounds, Bucket};
-use super::load::{load_on, pool};
+use super::load::{load_cpu, load_on, pool};
 use super::runner::Runner;
 use super::tiny::{self, Kind, Random, Shape};
 use super::{Dtype, KvBudget, LoadOptions, Scorer, dequantise_row};
@@ -12,10 +15,17 @@ use crate::backend::record::{Event, Recorder};
 use crate::backend::{BufferShape, Context, Op};
 use crate::exec::{Adjust, Executor, KvRun, Sample, SampleParams, Sampled, StepSeq};
 
+mod ranks;
 mod sampling;
 
 const GREEDY: SampleParams = SampleParams::GREEDY;
 const PAGE: usize = 8;
+
+/// 4 heads in 2 groups, as two ranks can share them.
+const HALVABLE: Shape = Shape {
+    inner: 128,
+    ..Shape::SMALL
+};
 
 fn options(path: &Path, threads: usize) -> LoadOptions {
     LoadOptions {
@@ -29,14 +39,17 @@ fn options(path: &Path, threads: usize) -> LoadOptions {
 }
 
 fn cpu(path: &Path, threads: usize, isa: Isa) -> Runner<Cpu> {
-    let context = Context::single();
-    load_on(
-        Cpu::new(threads, isa, context.clone()).unwrap(),
-        context,
-        &options(path, threads),
-        &mut |_| {},
-    )
-    .unwrap()
+    cut(path, 1, threads, isa)
+}
+
+/// A model in `ranks` parts, each with `threads`.
+fn cut(path: &Path, ranks: usize, threads: usize, isa: Isa) -> Runner<Cpu> {
+    let options = LoadOptions {
+        tensor_parallel: ranks,
+        isa: Some(isa),
+        ..options(path, ranks * threads)
+    };
+    load_cpu(&options, &mut |_| {}).unwrap()
 }
 
 /// Pages of sequence `s`, in an order of their own.
@@ -54,7 +67,7 @@ fn prompt(n: usize, seed: u64, vocab: usize) -> Vec<u32> {
 
 /// The logits of the step's `o`-th sampled row, as bits.
 fn logits(m: &Runner<Cpu>, o: usize, vocab: usize) -> Vec<u32> {
-    let all = m.backend.floats(m.workspace.logits);
+    let all = m.rank.backend.floats(m.rank.workspace.logits);
     let ld = vocab.next_multiple_of(8);
     all[o * ld..o * ld + vocab].iter().map(|v| v.to_bits()).collect()
 }
@@ -498,89 +511,132 @@ fn layers_are_told_in_order() {
     assert_eq!(told, [1, 2, 3, 4, 5]);
 }
 
-fn recorder(path: &Path) -> Runner<Recorder> {
-    load_on(Recorder::default(), Context::single(), &options(path, 1), &mut |_| {}).unwrap()
+/// What each rank's backend is asked.
+type Logs = Vec<Arc<Mutex<Vec<Event>>>>;
+
+fn recorder(path: &Path, ranks: usize) -> (Runner<Recorder>, Logs) {
+    let logs: Logs = (0..ranks).map(|_| Arc::default()).collect();
+    let make = |context: Context| {
+        let mut recorder = Recorder::default();
+        recorder.events = Arc::clone(&logs[context.rank]);
+        Ok(recorder)
+    };
+    let options = LoadOptions {
+        tensor_parallel: ranks,
+        ..options(path, 1)
+    };
+    let runner = load_on(make, &options, &mut |_| {}).unwrap();
+    (runner, logs)
 }
 
-/// The events of one step.
-fn record(m: &mut Runner<Recorder>, batch: &[StepSeq<'_>]) -> Vec<Event> {
-    m.backend.events.clear();
+/// The events of one step, each rank's.
+fn record(m: &mut Runner<Recorder>, logs: &Logs, batch: &[StepSeq<'_>]) -> Vec<Vec<Event>> {
+    for log in logs {
+        log.lock().clear();
+    }
     m.step(batch, &mut |_| {}).unwrap();
-    std::mem::take(&mut m.backend.events)
+    logs.iter().map(|log| std::mem::take(&mut *log.lock())).collect()
 }
 
 #[test]
 fn a_decode_step_of_a_bucket_is_the_same_ops_on_the_same_buffers_at_any_lengths() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = tiny::llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 5).write(dir.path());
-    let mut m = recorder(&path);
-    let mut r = Random(9);
-    let all: Vec<Vec<u32>> = (0..24).map(pages).collect();
-    let mut lists = std::collections::HashMap::<Bucket, Vec<Op>>::new();
-    for _ in 0..300 {
-        let seqs = 1 + r.below(24);
-        let positions: Vec<u32> = (0..seqs).map(|_| r.below(250) as u32).collect();
-        let (biases, mask) = ([[5, 0], [6, 1f32.to_bits()]], vec![u32::MAX; 4]);
-        let seen: Vec<[u32; 2]> = (0..r.below(90) as u32).map(|t| [t, t % 3]).collect();
-        let batch: Vec<StepSeq<'_>> = positions
-            .iter()
-            .enumerate()
-            .map(|(s, p)| StepSeq {
-                tokens: &[3],
-                first_position: *p,
-                pages: &all[s],
-                sample: Some(Sample {
-                    adjust: Adjust {
-                        biases: &biases[..s % 3],
-                        seen: if s % 2 == 0 { &seen } else { &[] },
-                        mask: (p % 2 == 0).then_some(&mask[..]),
-                    },
-                    logprobs: (p % 5 == 0).then_some(3),
-                    ..GREEDY.into()
-                }),
-            })
-            .collect();
-        let events = record(&mut m, &batch);
-        let first = events.iter().position(|e| matches!(e, Event::Op(_))).unwrap();
-        let finish = events.iter().position(|e| *e == Event::Finish).unwrap();
-        assert!(!events.iter().any(|e| matches!(e, Event::Alloc(_))), "a step allocates");
-        // everything is written before the first op, and read after the last
-        assert!(
-            events[..first].iter().all(|e| matches!(e, Event::Write(..))),
-            "{events:?}"
-        );
-        assert!(
-            events[finish + 1..].iter().all(|e| matches!(e, Event::Read(..))),
-            "{events:?}"
-        );
-        let ops: Vec<Op> = events[first..finish]
-            .iter()
-            .map(|e| match e {
-                Event::Op(op) => *op,
-                other => panic!("{other:?} in the middle of a pass"),
-            })
-            .collect();
-        let bucket = Bucket::of(seqs, seqs, m.bounds);
-        assert_eq!(*lists.entry(bucket).or_insert_with(|| ops.clone()), ops, "{bucket:?}");
+    for ranks in [1, 2] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = tiny::llama(HALVABLE, Kind::Q4_1, Kind::Q8_0, 5).write(dir.path());
+        let (mut m, logs) = recorder(&path, ranks);
+        let mut r = Random(9);
+        let all: Vec<Vec<u32>> = (0..24).map(pages).collect();
+        let mut lists = std::collections::HashMap::<(usize, Bucket), Vec<Op>>::new();
+        for _ in 0..300 {
+            let seqs = 1 + r.below(24);
+            let positions: Vec<u32> = (0..seqs).map(|_| r.below(250) as u32).collect();
+            let (biases, mask) = ([[5, 0], [6, 1f32.to_bits()]], vec![u32::MAX; 4]);
+            let seen: Vec<[u32; 2]> = (0..r.below(90) as u32).map(|t| [t, t % 3]).collect();
+            let batch: Vec<StepSeq<'_>> = positions
+                .iter()
+                .enumerate()
+                .map(|(s, p)| StepSeq {
+                    tokens: &[3],
+                    first_position: *p,
+                    pages: &all[s],
+                    sample: Some(Sample {
+                        adjust: Adjust {
+                            biases: &biases[..s % 3],
+                            seen: if s % 2 == 0 { &seen } else { &[] },
+                            mask: (p % 2 == 0).then_some(&mask[..]),
+                        },
+                        logprobs: (p % 5 == 0).then_some(3),
+                        ..GREEDY.into()
+                    }),
+                })
+                .collect();
+            let bucket = Bucket::of(seqs, seqs, m.rank.bounds);
+            for (rank, events) in record(&mut m, &logs, &batch).into_iter().enumerate() {
+                let ops = ops_of_a_pass(&events, rank);
+                let key = (rank, bucket);
+                assert_eq!(*lists.entry(key).or_insert_with(|| ops.clone()), ops, "{key:?}");
+            }
+        }
+        // 1, 2, 4, 8, 16 and the bound itself, 24
+        assert_eq!(lists.len(), 6 * ranks, "{:?}", lists.keys());
+        for rank in 0..ranks {
+            // and the lists do differ between buckets, or the test would compare nothing
+            let one = &lists[&(rank, Bucket { rows: 1, outs: 1 })];
+            assert_ne!(one, &lists[&(rank, Bucket { rows: 2, outs: 2 })]);
+            let count = |f: fn(&Op) -> bool| one.iter().filter(|op| f(op)).count();
+            assert_eq!(count(|op| matches!(op, Op::Attend { .. })), 2);
+            assert_eq!(count(|op| matches!(op, Op::AllReduce { .. })), 4);
+            // the residual is added once, and one rank samples
+            let adds = count(|op| matches!(op, Op::Project { residual: true, .. }));
+            let samples = count(|op| matches!(op, Op::Head { .. } | Op::Sample { .. }));
+            assert_eq!((adds, samples), if rank == 0 { (4, 2) } else { (0, 0) }, "rank {rank}");
+        }
     }
-    // 1, 2, 4, 8, 16 and the bound itself, 24
-    assert_eq!(lists.len(), 6, "{:?}", lists.keys());
-    // and the lists do differ between buckets, or the test would compare nothing
-    let one = &lists[&Bucket { rows: 1, outs: 1 }];
-    assert_ne!(one, &lists[&Bucket { rows: 2, outs: 2 }]);
-    assert_eq!(one.iter().filter(|op| matches!(op, Op::Attend { .. })).count(), 2);
-    assert_eq!(one.iter().filter(|op| matches!(op, Op::AllReduce { .. })).count(), 4);
+}
+
+/// The ops of one pass: everything is written before the first, read after the last (by the first rank), and nothing allocated.
+fn ops_of_a_pass(events: &[Event], rank: usize) -> Vec<Op> {
+    let first = events.iter().position(|e| matches!(e, Event::Op(_))).unwrap();
+    let finish = events.iter().position(|e| *e == Event::Finish).unwrap();
+    assert!(!events.iter().any(|e| matches!(e, Event::Alloc(_))), "a step allocates");
+    assert!(
+        events[..first].iter().all(|e| matches!(e, Event::Write(..))),
+        "{events:?}"
+    );
+    assert!(
+        events[finish + 1..].iter().all(|e| matches!(e, Event::Read(..))),
+        "{events:?}"
+    );
+    assert!(rank == 0 || events.len() == finish + 1, "rank {rank} is read");
+    events[first..finish]
+        .iter()
+        .map(|e| match e {
+            Event::Op(op) => *op,
+            other => panic!("{other:?} in the middle of a pass"),
+        })
+        .collect()
 }
 
 #[test]
 fn every_buffer_is_made_while_loading() {
     let dir = tempfile::tempdir().unwrap();
-    let path = tiny::llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 5).write(dir.path());
-    let m = recorder(&path);
-    let allocated = m.backend.events.iter().filter(|e| matches!(e, Event::Alloc(_))).count();
-    assert_eq!(allocated, 20);
-    let logits = Event::Alloc(BufferShape::F32 { rows: 24, cols: 104 });
-    assert!(m.backend.events.contains(&logits), "{:?}", m.backend.events);
+    let path = tiny::llama(HALVABLE, Kind::Q4_1, Kind::Q8_0, 5).write(dir.path());
+    for ranks in [1, 2] {
+        let (_m, logs) = recorder(&path, ranks);
+        for events in logs {
+            let events = events.lock();
+            let allocated = events.iter().filter(|e| matches!(e, Event::Alloc(_))).count();
+            assert_eq!(allocated, 20);
+            let logits = Event::Alloc(BufferShape::F32 { rows: 24, cols: 104 });
+            assert!(events.contains(&logits), "{events:?}");
+            // heads and inner columns are cut
+            let inner = Event::Alloc(BufferShape::F32 {
+                rows: 256,
+                cols: 128 / ranks,
+            });
+            assert!(events.contains(&inner), "{events:?}");
+        }
+    }
 }
 
 #[test]

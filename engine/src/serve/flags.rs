@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use tandem_telemetry::LogFormat;
 
-use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
+use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
 use crate::sched::knobs::MAX_TIMER_MS;
 use crate::sched::{Role, SchedKnobs};
 use crate::transfer::{KeepAlive, TimerValues};
@@ -52,6 +52,9 @@ pub struct Flags {
     /// Compute threads [default: the cores that this process may use]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,
+    /// Parts of every layer that are computed together, each with its share of the threads; divides the model's KV heads
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1, MAX_RANKS))]
+    pub tensor_parallel: u32,
     /// KV cache, in pages
     #[arg(long, value_name = "N", conflicts_with = "kv_memory_mib", value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_pages: Option<u32>,
@@ -203,6 +206,7 @@ impl Flags {
         let defaults = LoadOptions::new(&self.model);
         LoadOptions {
             threads: self.threads.map_or(defaults.threads, |n| n as usize),
+            tensor_parallel: self.tensor_parallel as usize,
             kv: self.kv_pages.map_or(KvBudget::Mib(self.kv_memory_mib), KvBudget::Pages),
             page_tokens: self.page_tokens,
             max_length_tokens: self.max_length_tokens,
@@ -271,12 +275,15 @@ mod tests {
             "64",
             "--kv-pages",
             "9",
+            "--tensor-parallel",
+            "3",
         ])
         .unwrap();
         let options = flags.load_options();
         assert_eq!(flags.knobs().step_tokens, 1_064);
         assert_eq!((options.max_step_tokens, options.max_step_seqs), (1_064, 64));
         assert_eq!(options.kv, KvBudget::Pages(9));
+        assert_eq!(options.tensor_parallel, 3);
     }
 
     #[test]
@@ -302,6 +309,8 @@ mod tests {
             ("--page-tokens", "0"),
             ("--page-tokens", "1032"),
             ("--threads", "0"),
+            ("--tensor-parallel", "0"),
+            ("--tensor-parallel", "65"),
             ("--kv-pages", "0"),
             ("--kv-memory-mib", "0"),
             ("--max-length-tokens", "1"),

@@ -62,14 +62,21 @@ impl Device {
             }
             Op::RopeWrite {
                 qkv,
-                rope,
+                ready,
                 layer,
                 heads,
                 rows,
                 ..
             } => {
-                floats(qkv, rows, (heads.query + 2 * heads.kv) * heads.dim);
-                assert!(self.vector(rope).len().is_multiple_of(heads.dim), "{op:?}");
+                let columns = (heads.query + 2 * heads.kv) * heads.dim;
+                floats(qkv, rows, columns);
+                assert!(ready.bias.is_none_or(|b| self.vector(b).len() == columns), "{op:?}");
+                if let Some(norms) = ready.norms {
+                    for weights in [norms.query, norms.key] {
+                        assert_eq!(self.vector(weights).len(), heads.dim, "{op:?}");
+                    }
+                }
+                assert!(self.vector(ready.rope).len().is_multiple_of(heads.dim), "{op:?}");
                 self.check_kv(op, layer, heads);
             }
             Op::Attend {

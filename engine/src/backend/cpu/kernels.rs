@@ -168,7 +168,7 @@ impl Attention<'_> {
 pub struct Kernels {
     /// From this many rows on int8 inputs are stored as q + 128.
     pub many_rows: usize,
-    /// `out = x / rms(x) * w`, `n` values.
+    /// `out = x / rms(x) * w`, `n` values, a multiple of 8.
     pub rms_norm: unsafe fn(x: *const f32, w: *const f32, n: usize, eps: f32, out: *mut f32),
     /// Quantises `blocks` blocks of 32 into `a`, row `row`, from block `first` on; `flip` 0x80 stores q + 128, 0 q.
     /// A block with NaN or infinity gets that as its scale, so that it is seen in every result.

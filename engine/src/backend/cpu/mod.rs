@@ -8,6 +8,7 @@
 //! | `act.rs` | activations in the form that a matrix wants |
 //! | `kv.rs` | the paged KV pool and its canonical bytes |
 //! | `kernels.rs` | the table of kernels, one per instruction set: `scalar.rs`, `avx2/`, `avx512/` |
+//! | `reduce.rs` | sums over ranks that are threads |
 //! | `check.rs` | do an op's buffers, weights and bounds go together |
 //! | `step.rs` | the ops, as each worker runs its share of them |
 //!
@@ -23,6 +24,7 @@ mod kv;
 mod memory;
 mod pack;
 mod pool;
+mod reduce;
 mod scalar;
 mod step;
 #[cfg(test)]
@@ -30,3 +32,4 @@ mod tests;
 
 pub use device::Cpu;
 pub use kernels::Isa;
+pub use reduce::ThreadCommunicator;

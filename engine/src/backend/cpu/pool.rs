@@ -20,10 +20,15 @@ pub struct Barrier {
     n: usize,
     arrived: AtomicUsize,
     phase: AtomicUsize,
+    broken: AtomicBool,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     wake: Condvar,
 }
+
+/// Somebody will not come: from then on nobody waits here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Broken;
 
 impl Barrier {
     /// For `n` threads.
@@ -32,6 +37,7 @@ impl Barrier {
             n,
             arrived: AtomicUsize::new(0),
             phase: AtomicUsize::new(0),
+            broken: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             wake: Condvar::new(),
@@ -40,10 +46,37 @@ impl Barrier {
 
     /// Returns when all have called it; what they wrote before is visible after.
     pub fn wait(&self) {
+        // a pool's barrier is never broken: a worker that cannot come ends the process
+        let _ = self.wait_until(None);
+    }
+
+    /// The same, but breaks the barrier if it takes longer than `limit`.
+    pub fn wait_within(&self, limit: Duration) -> Result<(), Broken> {
+        self.wait_until(Some(Instant::now() + limit))
+    }
+
+    /// Whoever waits here now or will returns at once.
+    pub fn break_up(&self) {
+        // in this order: who reads the phase after its change sees that the barrier is broken
+        self.broken.store(true, Ordering::SeqCst);
+        self.phase.fetch_add(1, Ordering::SeqCst);
+        let _guard = self.lock.lock();
+        self.wake.notify_all();
+    }
+
+    fn whole(&self) -> Result<(), Broken> {
+        if self.broken.load(Ordering::SeqCst) {
+            return Err(Broken);
+        }
+        Ok(())
+    }
+
+    fn wait_until(&self, deadline: Option<Instant>) -> Result<(), Broken> {
         if self.n == 1 {
-            return;
+            return Ok(());
         }
         let phase = self.phase.load(Ordering::Acquire);
+        self.whole()?;
         if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.n {
             self.arrived.store(0, Ordering::Relaxed);
             // a sleeper counts itself before it looks at the phase, the last one changes the phase before it looks at the count:
@@ -53,13 +86,13 @@ impl Barrier {
                 let _guard = self.lock.lock();
                 self.wake.notify_all();
             }
-            return;
+            return Ok(());
         }
         let start = Instant::now();
         loop {
             for _ in 0..8 {
                 if self.phase.load(Ordering::Acquire) != phase {
-                    return;
+                    return self.whole();
                 }
                 spin_loop();
             }
@@ -73,11 +106,19 @@ impl Barrier {
         }
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut guard = self.lock.lock();
-        while self.phase.load(Ordering::SeqCst) == phase {
-            self.wake.wait(&mut guard);
+        let mut late = false;
+        while self.phase.load(Ordering::SeqCst) == phase && !late {
+            match deadline {
+                None => self.wake.wait(&mut guard),
+                Some(deadline) => late = self.wake.wait_until(&mut guard, deadline).timed_out(),
+            }
         }
         drop(guard);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        if late && self.phase.load(Ordering::SeqCst) == phase {
+            self.break_up();
+        }
+        self.whole()
     }
 }
 

@@ -8,7 +8,7 @@ use super::device::{Device, Scratch};
 use super::kernels::{Attention, Out, QUERY_ROWS};
 use super::pack::{BLOCK, LANES, Panels};
 use super::pool::{Barrier, share};
-use crate::backend::{Batch, BufferId, BufferShape, Heads, NONE_ALLOWED, NOT_FINITE, Op, SEQ_WORDS, WeightId};
+use crate::backend::{Batch, BufferId, BufferShape, Heads, NONE_ALLOWED, NOT_FINITE, Op, Ready, SEQ_WORDS, WeightId};
 use crate::exec::mask_words;
 use crate::sample::logprob::LOGPROB_WORDS;
 use crate::sample::{self, Unchosen, Work, logprob, words};
@@ -118,7 +118,7 @@ impl<'a> Worker<'a> {
                 }
                 Op::RopeWrite {
                     qkv,
-                    rope,
+                    ready,
                     layer,
                     heads,
                     batch,
@@ -129,13 +129,13 @@ impl<'a> Worker<'a> {
                         && counts.longest == 1
                     {
                         // a head's keys are read by the item that writes them only: no barrier between the two
-                        self.attend(qkv, layer, heads, work, out, next, &batch, &counts, Some(rope));
+                        self.attend(qkv, layer, heads, work, out, next, &batch, &counts, Some(ready));
                         self.barrier.wait();
                         return 2;
                     }
                     for r in self.share(self.rows(&batch, rows), 1) {
                         for h in 0..heads.kv {
-                            self.rope_write(qkv, rope, layer, heads, &batch, r, h);
+                            self.rope_write(qkv, ready, layer, heads, &batch, r, h);
                         }
                     }
                 }
@@ -358,12 +358,12 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Rotates one row's query group and key of KV head `h`, and writes key and value to the row's slot.
+    /// Makes one row's query group, key and value of KV head `h` ready, and writes key and value to the row's slot.
     #[expect(clippy::too_many_arguments, reason = "the fields of one op")]
     unsafe fn rope_write(
         &self,
         qkv: BufferId,
-        rope: WeightId,
+        ready: Ready,
         layer: usize,
         heads: Heads,
         batch: &Batch,
@@ -372,25 +372,50 @@ impl<'a> Worker<'a> {
     ) {
         let kernels = &self.device.kernels;
         let Some(kv) = &self.device.kv else { return };
+        let dim = heads.dim;
         let position = self.words(batch.positions)[r] as usize;
-        let table = &self.device.vector(rope)[position * heads.dim..][..heads.dim];
-        let scale = 1.0 / (heads.dim as f32).sqrt();
+        let table = &self.device.vector(ready.rope)[position * dim..][..dim];
+        let scale = 1.0 / (dim as f32).sqrt();
         let (slot, (keys, values)) = (self.words(batch.slots)[r] as usize, kv.head(layer, h));
         let (key_at, value_at) = kv.slot(slot);
-        // SAFETY: see `run`.
+        // columns of the row
+        let queries = (h * heads.group()..(h + 1) * heads.group()).map(|q| q * dim);
+        let (key, value) = ((heads.query + h) * dim, (heads.query + heads.kv + h) * dim);
+        // SAFETY: see `run`; one head's norm has room where a row's has.
         unsafe {
-            let row = self.floats(qkv).add(r * (heads.query + 2 * heads.kv) * heads.dim);
-            for q in h * heads.group()..(h + 1) * heads.group() {
-                (kernels.rope)(row.add(q * heads.dim), heads.dim, table.as_ptr(), scale);
+            let row = self.floats(qkv).add(r * (heads.query + 2 * heads.kv) * dim);
+            if let Some(bias) = ready.bias {
+                let bias = self.device.vector(bias);
+                for at in queries.clone().chain([key, value]) {
+                    for (i, b) in bias[at..at + dim].iter().enumerate() {
+                        *row.add(at + i) += b;
+                    }
+                }
             }
-            let key = row.add((heads.query + h) * heads.dim);
-            (kernels.rope)(key, heads.dim, table.as_ptr(), 1.0);
-            let value = row.add((heads.query + heads.kv + h) * heads.dim);
-            (kernels.write_kv)(key, value, heads.dim, keys.add(key_at), values.add(value_at));
+            if let Some(norms) = ready.norms {
+                let normed = self.scratch.row.ptr::<f32>();
+                let of_queries = queries.clone().map(|at| (at, norms.query));
+                for (at, weights) in of_queries.chain([(key, norms.key)]) {
+                    let weights = self.device.vector(weights).as_ptr();
+                    (kernels.rms_norm)(row.add(at), weights, dim, norms.eps, normed);
+                    row.add(at).copy_from_nonoverlapping(normed, dim);
+                }
+            }
+            for at in queries {
+                (kernels.rope)(row.add(at), dim, table.as_ptr(), scale);
+            }
+            (kernels.rope)(row.add(key), dim, table.as_ptr(), 1.0);
+            (kernels.write_kv)(
+                row.add(key),
+                row.add(value),
+                dim,
+                keys.add(key_at),
+                values.add(value_at),
+            );
         }
     }
 
-    /// This worker's part of attention; with `rope`, each item first does the work of `RopeWrite` for its row and head.
+    /// This worker's part of attention; with `ready`, each item first does the work of `RopeWrite` for its row and head.
     #[expect(clippy::too_many_arguments, reason = "the fields of one op")]
     unsafe fn attend(
         &self,
@@ -402,7 +427,7 @@ impl<'a> Worker<'a> {
         next: WeightId,
         batch: &Batch,
         counts: &Counts,
-        rope: Option<WeightId>,
+        ready: Option<Ready>,
     ) {
         let Some(kv) = &self.device.kv else { return };
         let kernels = &self.device.kernels;
@@ -417,8 +442,8 @@ impl<'a> Worker<'a> {
             let row = item.seq.first_row + item.token;
             // SAFETY: see `run`.
             unsafe {
-                if let Some(rope) = rope {
-                    self.rope_write(qkv, rope, layer, heads, batch, row, item.head);
+                if let Some(ready) = ready {
+                    self.rope_write(qkv, ready, layer, heads, batch, row, item.head);
                 }
                 let (keys, values) = kv.head(layer, item.head);
                 let attention = Attention {

@@ -10,11 +10,12 @@ use super::lanes::{exp, largest_bits, magnitude_bits, repeat, sum};
 /// See `Kernels::rms_norm`.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub unsafe fn rms_norm(x: *const f32, w: *const f32, n: usize, eps: f32, out: *mut f32) {
-    // SAFETY: n values each, n a multiple of 32.
+    // SAFETY: n values each, n a multiple of 8.
     unsafe {
         let mut s = [_mm256_setzero_ps(); 4];
         for i in (0..n).step_by(32) {
-            for (j, s) in s.iter_mut().enumerate() {
+            // the last part of a narrow head is shorter
+            for (j, s) in s.iter_mut().enumerate().take((n - i) / 8) {
                 let v = _mm256_loadu_ps(x.add(i + j * 8));
                 *s = _mm256_fmadd_ps(v, v, *s);
             }
