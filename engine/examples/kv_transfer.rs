@@ -14,7 +14,7 @@ use parking_lot::RwLock;
 use tandem_engine::exec::{Executor, KvError, KvRun, KvStore, ModelSpec, PageId, Sampled, StepError, StepSeq};
 use tandem_engine::sched::{Admission, Role, SchedKnobs, Scheduler, Stops};
 use tandem_engine::serve::listen::Reserved;
-use tandem_engine::serve::{Node, NodeConfig};
+use tandem_engine::serve::{Node, NodeConfig, Ports};
 use tandem_engine::transfer::{KeepAlive, PullRequest, Puller, PullerConfig, TimerValues, Timers, TransferMetrics};
 use tandem_telemetry::{Metrics, Readiness};
 use tandem_wire::frame::{checksum, spans};
@@ -187,8 +187,11 @@ impl HandOff {
         let node = Node::start(
             Box::new(Idle::new(3)),
             config,
-            Reserved::bind(any, "gRPC", "--listen")?,
-            Some(Reserved::bind(any, "KV data", "--data-listen")?),
+            Ports {
+                control: Reserved::bind(any, "gRPC", "--listen")?,
+                data: Some(Reserved::bind(any, "KV data", "--data-listen")?),
+                admin: None,
+            },
             &Metrics::new("bench", "0"),
             &Readiness::default(),
         )?;

@@ -61,6 +61,21 @@ pub struct Config {
     /// Where clients connect (HTTP).
     #[arg(long, default_value = "127.0.0.1:8000")]
     pub listen: SocketAddr,
+    /// Keys of the API, one on each line; without it everybody may use it. Read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Certificates for TLS on --listen, the server's own first, in PEM. Read again when it changes.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// The private key of the first certificate, in PEM, not encrypted. Read again when it changes.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// Where /admin/* is served, behind the token; without it nowhere.
+    #[arg(long, value_name = "ADDR", requires = "admin_token_file")]
+    pub admin_listen: Option<SocketAddr>,
+    /// The token of /admin/* and of the engines' admin ports. Read again when it changes.
+    #[arg(long, value_name = "FILE", requires = "admin_listen")]
+    pub admin_token_file: Option<PathBuf>,
     /// Where health and metrics are served.
     #[arg(long, default_value = "127.0.0.1:8001")]
     pub ops_listen: SocketAddr,
@@ -263,6 +278,20 @@ mod tests {
         for format in ToolFormat::ALL {
             let parser = parse(&["--tool-parser", format.name()]).tool_parser;
             assert_eq!(parser.format(None), Some(format));
+        }
+    }
+
+    #[test]
+    fn half_of_what_goes_together_is_refused_and_the_other_half_named() {
+        for (given, missing) in [
+            ("--tls-cert=c", "--tls-key"),
+            ("--tls-key=k", "--tls-cert"),
+            ("--admin-listen=127.0.0.1:1", "--admin-token-file"),
+            ("--admin-token-file=t", "--admin-listen"),
+        ] {
+            let base = ["r", "--model-name=m", "--tokenizer=t", "--decode=h:1", given];
+            let error = Config::try_parse_from(base).unwrap_err().to_string();
+            assert!(error.contains(missing), "{given}: {error}");
         }
     }
 

@@ -46,6 +46,9 @@ pub enum RouterError {
     /// The body is declared to be something other than JSON.
     #[error("content type {0:?} is not supported; send application/json")]
     ContentType(String),
+    /// The request came without a secret that opens what it asks for.
+    #[error("{0}")]
+    Unauthorized(Locked),
     /// No such path.
     #[error("no such path: {method} {path}")]
     NoPath {
@@ -112,11 +115,30 @@ pub enum RouterError {
     Engine(Failure),
 }
 
+/// What a request has no secret for, and what it came with instead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Locked {
+    /// The API, without a key.
+    #[error("no API key: send one as `Authorization: Bearer KEY`")]
+    NoKey,
+    /// The API, with a key that is none.
+    #[error("the API key is not one of this server's")]
+    WrongKey,
+    /// An admin path, without the token.
+    #[error("no admin token: send it as `Authorization: Bearer TOKEN`")]
+    NoToken,
+    /// An admin path, with something else.
+    #[error("the admin token is not this router's")]
+    WrongToken,
+}
+
 /// What an error means to a client; decides the status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// The request is wrong.
     Invalid,
+    /// It has no secret that opens what it asks for.
+    Locked,
     /// It names something that does not exist.
     NotFound,
     /// Wrong method.
@@ -144,6 +166,7 @@ impl Class {
     pub fn status(self) -> StatusCode {
         match self {
             Self::Invalid => StatusCode::BAD_REQUEST,
+            Self::Locked => StatusCode::UNAUTHORIZED,
             Self::NotFound => StatusCode::NOT_FOUND,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
@@ -192,6 +215,7 @@ impl RouterError {
             Self::BodyTooLarge { .. } => Class::TooLarge,
             Self::BodyTimeout(_) => Class::Slow,
             Self::ContentType(_) => Class::MediaType,
+            Self::Unauthorized(_) => Class::Locked,
             Self::NoPath { .. } | Self::UnknownModel { .. } => Class::NotFound,
             Self::Method { .. } => Class::Method,
             Self::QueueFull { .. } => Class::Busy,
@@ -212,6 +236,8 @@ impl RouterError {
             Self::BodyIncomplete(_) => "body_incomplete",
             Self::BodyTimeout(_) => "body_timeout",
             Self::ContentType(_) => "unsupported_content_type",
+            Self::Unauthorized(Locked::NoKey | Locked::WrongKey) => "invalid_api_key",
+            Self::Unauthorized(Locked::NoToken | Locked::WrongToken) => "invalid_admin_token",
             Self::NoPath { .. } => "unknown_path",
             Self::Method { .. } => "method_not_allowed",
             Self::UnknownModel { .. } => "model_not_found",
@@ -260,6 +286,7 @@ impl RouterError {
             | Self::Unsupported { .. }
             | Self::BodyTooLarge { .. }
             | Self::ContentType(_)
+            | Self::Unauthorized(_)
             | Self::NoPath { .. }
             | Self::Method { .. }
             | Self::UnknownModel { .. }
@@ -335,6 +362,7 @@ pub fn all_codes() -> impl Iterator<Item = &'static str> {
         "body_incomplete",
         "body_timeout",
         "unsupported_content_type",
+        "invalid_api_key",
         "unknown_path",
         "method_not_allowed",
         "model_not_found",

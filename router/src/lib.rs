@@ -7,12 +7,14 @@
 //! | [`engines`] | connections to the engines, their load, the choice of a pair |
 //! | [`flow`] | a request's way: queue, attempts, events |
 //! | [`http`] | sockets, paths, bodies |
+//! | [`admin`] | the port for those who run it |
 //! | [`error`] | the one error and what it means |
 //! | [`metrics`] | what is counted |
 //!
 //! A request is a tree: the client's connection holds the answer's body, the body holds the choice, the choice holds the gRPC
 //! call to decode. Dropping any of them drops all below.
 
+pub mod admin;
 pub mod api;
 pub mod config;
 pub mod engines;
@@ -25,6 +27,7 @@ pub mod text;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use tandem_secrets::{Keys, SecretError, SecretFile, Token, Watched};
 use tandem_telemetry::{Metrics as Exposition, Readiness, State};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -46,13 +49,18 @@ pub enum StartError {
     #[error("{0}")]
     Config(String),
     /// The address cannot be bound.
-    #[error("cannot listen on {addr}: {source}; choose another --listen address")]
+    #[error("cannot listen on {addr}: {source}; choose another {flag} address")]
     Bind {
+        /// Whose address it is.
+        flag: &'static str,
         /// Asked for.
         addr: SocketAddr,
         /// What the system said.
         source: std::io::Error,
     },
+    /// A file of keys, certificates or a token cannot be used.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
     /// The tokenizer cannot be loaded.
     #[error("--tokenizer: {0}")]
     Text(#[from] TextError),
@@ -69,18 +77,19 @@ pub struct Router {
     stop: CancellationToken,
     server: AbortOnDropHandle<()>,
     _readiness: AbortOnDropHandle<()>,
+    admin: Option<admin::Port>,
 }
 
 impl Router {
     /// Binds, loads the tokenizer off the serving threads, and serves from then on.
     pub async fn start(config: Config, exposition: Exposition, readiness: Readiness) -> Result<Self, StartError> {
         config.check().map_err(StartError::Config)?;
-        let bind = |source| StartError::Bind {
-            addr: config.listen,
-            source,
+        let locks = Locks::start(&config)?;
+        let (listener, addr) = bind("--listen", config.listen).await?;
+        let admin = match config.admin_listen {
+            Some(listen) => Some(bind("--admin-listen", listen).await?),
+            None => None,
         };
-        let listener = TcpListener::bind(config.listen).await.map_err(bind)?;
-        let addr = listener.local_addr().map_err(bind)?;
         let tokenizer = config.tokenizer.clone();
         let text = tokio::task::spawn_blocking(move || Text::load(&tokenizer))
             .await
@@ -100,6 +109,7 @@ impl Router {
         let app = Arc::new(App {
             text: TextWork::new(text, metrics),
             config,
+            keys: locks.keys,
             flow,
             exposition,
             readiness,
@@ -107,9 +117,23 @@ impl Router {
             started: api::epoch_seconds(),
         });
         let stop = CancellationToken::new();
-        let server = tokio::spawn(http::server::serve(listener, Arc::clone(&app), stop.clone()));
+        let tls = locks.tls.is_some();
+        let server = tokio::spawn(http::server::serve(listener, locks.tls, Arc::clone(&app), stop.clone()));
+        let admin = admin
+            .zip(locks.token)
+            .map(|((listener, addr), token)| admin::Port::open(listener, addr, token, Arc::clone(&app)));
+        if admin.is_none() {
+            tracing::info!("no admin port: /admin/* needs --admin-listen and --admin-token-file");
+        }
+        let (keys, admin_addr) = (
+            app.keys.is_some(),
+            admin.as_ref().map(|port| tracing::field::display(port.addr())),
+        );
         tracing::info!(
             %addr,
+            tls,
+            keys,
+            admin_addr,
             model = app.config.model_name,
             tool_parser = format.map_or("none", ToolFormat::name),
             "serving"
@@ -120,7 +144,13 @@ impl Router {
             stop,
             server: AbortOnDropHandle::new(server),
             _readiness: AbortOnDropHandle::new(watcher),
+            admin,
         })
+    }
+
+    /// Where `/admin/*` is served, if anywhere.
+    pub fn admin_addr(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().map(admin::Port::addr)
     }
 
     /// Where it listens.
@@ -140,6 +170,41 @@ impl Router {
         if let Err(error) = self.server.await {
             tracing::error!(%error, "the server failed");
         }
+    }
+}
+
+async fn bind(flag: &'static str, addr: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
+    let failed = |source| StartError::Bind { flag, addr, source };
+    let listener = TcpListener::bind(addr).await.map_err(failed)?;
+    let bound = listener.local_addr().map_err(failed)?;
+    Ok((listener, bound))
+}
+
+/// What opens the router's ports, as far as they are locked.
+struct Locks {
+    keys: Option<Watched<Keys>>,
+    token: Option<Watched<Token>>,
+    tls: Option<http::tls::Identity>,
+}
+
+impl Locks {
+    fn start(config: &Config) -> Result<Self, SecretError> {
+        let keys = config.api_key_file.as_ref().map(|path| {
+            let file = SecretFile::private("--api-key-file", path);
+            Watched::start(vec![file], |files, bytes| Keys::parse(&files[0], &bytes[0]))
+        });
+        let token = config.admin_token_file.as_ref().map(|path| {
+            let file = SecretFile::private("--admin-token-file", path);
+            Watched::start(vec![file], |files, bytes| Token::parse(&files[0], &bytes[0]))
+        });
+        let tls = config.tls_cert.as_ref().zip(config.tls_key.as_ref());
+        Ok(Self {
+            keys: keys.transpose()?,
+            token: token.transpose()?,
+            tls: tls
+                .map(|(cert, key)| http::tls::Identity::start(cert, key))
+                .transpose()?,
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`proto`] | the messages and services, from `proto/tandem.proto` |
+//! | [`endpoint`] | where an engine's further ports are |
 //! | [`id`] | incarnations and transfer keys |
 //! | [`reason`] | the one table from a reason to gRPC status, HTTP status and retryable |
 //! | [`state`] | the states of a transfer and their one transition function |
@@ -11,6 +12,7 @@
 //!
 //! No policy lives here, and no I/O.
 
+pub mod endpoint;
 pub mod frame;
 pub mod id;
 pub mod layout;

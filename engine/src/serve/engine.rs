@@ -1,22 +1,17 @@
-//! The `Engine` service: who this is, how loaded, which knobs; Generate is next door.
+//! The `Engine` service: who this is and how loaded; Generate is next door, and what changes the engine has a port of its own.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
-use tandem_wire::Reason;
 use tandem_wire::proto::engine_server::Engine;
-use tandem_wire::proto::{
-    DrainRequest, DrainResponse, EngineInfo, FlushRequest, FlushResponse, GenerateEvent, GenerateRequest,
-    GetInfoRequest, Knobs, Load, SetKnobsRequest, WatchLoadRequest,
-};
+use tandem_wire::proto::{EngineInfo, GenerateEvent, GenerateRequest, GetInfoRequest, Load, WatchLoadRequest};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::generate;
 use super::node::Shared;
-use crate::sched::knobs::MAX_TIMER_MS;
 
 /// Between two load reports, unless the caller asks for another interval.
 const LOAD_INTERVAL: Duration = Duration::from_millis(100);
@@ -52,23 +47,8 @@ impl Engine for EngineService {
             total_pages: spec.total_pages,
             uptime_ms: shared.started.elapsed().as_millis() as u64,
             end_token_ids: spec.end_tokens.clone(),
+            admin_endpoint: shared.admin_endpoint.clone(),
         }))
-    }
-
-    async fn set_knobs(&self, request: Request<SetKnobsRequest>) -> Result<Response<Knobs>, Status> {
-        let shared = &self.0;
-        let request = request.into_inner();
-        shared.check_boot(&request.boot_id).map_err(|f| f.to_status())?;
-        let change = request.knobs.unwrap_or_default();
-        let _one_at_a_time = shared.knobs.lock();
-        let knobs = shared
-            .all_knobs()
-            .with(&change, shared.scheduler.spec())
-            .and_then(|knobs| Ok(shared.scheduler.set_knobs(knobs.sched).map(|()| knobs)?))
-            .map_err(|refused| shared.failure(Reason::Invalid, refused.to_string()).to_status())?;
-        shared.timers.update(|timers| *timers = knobs.timers);
-        tracing::info!(?knobs, "knobs changed");
-        Ok(Response::new(knobs.to_wire()))
     }
 
     async fn watch_load(&self, request: Request<WatchLoadRequest>) -> Result<Response<Self::WatchLoadStream>, Status> {
@@ -97,28 +77,5 @@ impl Engine for EngineService {
             }
         };
         Ok(Response::new(Box::pin(loads)))
-    }
-
-    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
-        let shared = &self.0;
-        let request = request.into_inner();
-        shared.check_boot(&request.boot_id).map_err(|f| f.to_status())?;
-        shared.set_draining(!request.resume);
-        let remaining = if request.resume {
-            shared.remaining()
-        } else {
-            let limit = Duration::from_millis(request.deadline_ms.min(MAX_TIMER_MS));
-            shared.drained(tokio::time::Instant::now() + limit).await
-        };
-        Ok(Response::new(DrainResponse { remaining }))
-    }
-
-    async fn flush(&self, request: Request<FlushRequest>) -> Result<Response<FlushResponse>, Status> {
-        let shared = &self.0;
-        shared
-            .check_boot(&request.into_inner().boot_id)
-            .map_err(|f| f.to_status())?;
-        let freed_pages = shared.scheduler.cache().flush();
-        Ok(Response::new(FlushResponse { freed_pages }))
     }
 }

@@ -46,6 +46,15 @@ pub struct Flags {
     /// Where decode engines reach the data port [default: its port, on the host that they dialled]
     #[arg(long, value_name = "HOST:PORT", value_parser = endpoint)]
     pub advertise_data: Option<String>,
+    /// gRPC: Admin (knobs, drain, flush), behind the token [default: no such port]
+    #[arg(long, value_name = "ADDR", requires = "admin_token_file")]
+    pub admin_listen: Option<SocketAddr>,
+    /// The token of the admin port; read again when it changes
+    #[arg(long, value_name = "FILE", requires = "admin_listen")]
+    pub admin_token_file: Option<PathBuf>,
+    /// Where the router reaches the admin port [default: its port, on the host of --listen]
+    #[arg(long, value_name = "HOST:PORT", value_parser = endpoint, requires = "admin_listen")]
+    pub advertise_admin: Option<String>,
     /// HTTP: /metrics, /livez, /readyz
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7102")]
     pub ops_listen: SocketAddr,
@@ -301,6 +310,20 @@ mod tests {
     }
 
     #[test]
+    fn an_admin_port_without_a_token_or_a_token_without_a_port_is_refused() {
+        for (given, missing) in [
+            ("--admin-listen=127.0.0.1:1", "--admin-token-file"),
+            ("--admin-token-file=token", "--admin-listen"),
+            ("--advertise-admin=host:1", "--admin-listen"),
+        ] {
+            let error = parse(&[given]).unwrap_err().to_string();
+            assert!(error.contains(missing), "{given}: {error}");
+        }
+        assert!(parse(&["--admin-listen=127.0.0.1:1", "--admin-token-file=token"]).is_ok());
+        assert_eq!(parse(&[]).unwrap().admin_listen, None);
+    }
+
+    #[test]
     fn a_value_out_of_range_is_refused_and_its_flag_named() {
         for (flag, value) in [
             ("--role", "both"),
@@ -324,6 +347,8 @@ mod tests {
             ("--watchdog-ms", "86400001"),
             ("--keepalive-timeout-ms", "0"),
             ("--advertise-data", "host"),
+            ("--advertise-admin", "host"),
+            ("--admin-listen", "localhost"),
             ("--listen", "localhost"),
             ("--log-format", "xml"),
         ] {

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::admin::{AdminPort, OpenPort};
 use super::engine::EngineService;
 use super::knobs::AllKnobs;
 use super::listen::{self, ListenError, Reserved};
@@ -57,6 +58,17 @@ pub struct NodeConfig {
     pub advertise: Option<String>,
 }
 
+/// Where an engine listens: addresses that are taken and not yet open.
+#[derive(Debug)]
+pub struct Ports {
+    /// `Engine`, `KvTransfer.Prefill`, health.
+    pub control: Reserved,
+    /// `KvTransfer.Fetch`; used by a role that hands KV out.
+    pub data: Option<Reserved>,
+    /// `Admin`.
+    pub admin: Option<AdminPort>,
+}
+
 /// Why an engine did not start, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
@@ -84,6 +96,7 @@ pub(super) struct Shared {
     pub(super) timers: Timers,
     pub(super) puller: Arc<Puller>,
     pub(super) model_name: String,
+    pub(super) admin_endpoint: String,
     pub(super) reader_stall: Duration,
     pub(super) started: Instant,
     pub(super) readiness: Readiness,
@@ -107,6 +120,7 @@ pub struct Node {
     keep_alive: KeepAlive,
     control: tokio::net::TcpListener,
     data: Option<tokio::net::TcpListener>,
+    admin: Option<OpenPort>,
     control_addr: SocketAddr,
     data_addr: Option<SocketAddr>,
     _watchdog: Watchdog,
@@ -118,15 +132,15 @@ pub struct Node {
 pub struct NodeHandle(Arc<Shared>);
 
 impl Node {
-    /// Starts everything and listens; requests are answered once [`Node::run`] runs. `data` is used by a role that hands KV out.
+    /// Starts everything and listens; requests are answered once [`Node::run`] runs.
     pub fn start(
         executor: Box<dyn Executor>,
         config: NodeConfig,
-        control: Reserved,
-        data: Option<Reserved>,
+        ports: Ports,
         metrics: &Metrics,
         readiness: &Readiness,
     ) -> Result<Self, NodeError> {
+        let Ports { control, data, admin } = ports;
         let boot_id = BootId::random();
         let scheduler = Scheduler::start(executor, config.role, config.knobs)?;
         metrics.part("engine", |registry| scheduler.metrics().register(registry));
@@ -161,10 +175,12 @@ impl Node {
             Monitor::start(scheduler.clone(), timers.clone(), readiness.clone()).map_err(NodeError::Thread)?;
         let model_name = config.served_name.unwrap_or_else(|| scheduler.spec().name.clone());
         let control_addr = control.addr();
+        let admin_endpoint = admin.as_ref().map(AdminPort::endpoint).unwrap_or_default();
         Ok(Self {
             keep_alive: config.keep_alive,
             control: control.open()?,
             data: data.map(Reserved::open).transpose()?,
+            admin: admin.map(AdminPort::open).transpose()?,
             control_addr,
             data_addr,
             _watchdog: watchdog,
@@ -175,6 +191,7 @@ impl Node {
                 timers,
                 puller,
                 model_name,
+                admin_endpoint,
                 reader_stall: config.reader_stall,
                 started: Instant::now(),
                 readiness: readiness.clone(),
@@ -197,6 +214,11 @@ impl Node {
     /// Where the data port listens, if there is one.
     pub fn data_addr(&self) -> Option<SocketAddr> {
         self.data_addr
+    }
+
+    /// Where the admin port listens, if there is one.
+    pub fn admin_addr(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().map(OpenPort::addr)
     }
 
     /// This process.
@@ -227,6 +249,9 @@ impl Node {
                 closing.clone(),
                 connections.clone(),
             ));
+        }
+        if let Some(admin) = self.admin {
+            connections.spawn(admin.serve(Arc::clone(&shared), self.keep_alive, closing.clone()));
         }
         let (reporter, health) = tonic_health::server::health_reporter();
         let following = tokio::spawn(report(reporter, shared.readiness.clone(), closing.clone()));

@@ -5,14 +5,17 @@
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::Arc;
 
+use tandem_secrets::{SecretFile, Token, Watched};
 use tandem_telemetry::{Metrics, OpsServer, Readiness, State, init_logs};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
+use super::admin::AdminPort;
 use super::flags::Flags;
 use super::listen::Reserved;
-use super::node::{Node, NodeConfig, READER_STALL};
+use super::node::{Node, NodeConfig, Ports, READER_STALL};
 use crate::exec::Executor;
 use crate::model::{LoadError, LoadOptions, load};
 
@@ -82,6 +85,8 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         None
     };
 
+    let admin = admin_port(&flags)?;
+
     tracing::info!(
         listen = %control.addr(),
         data_listen = data.as_ref().map(Reserved::addr).map(tracing::field::display),
@@ -106,7 +111,8 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         reader_stall: READER_STALL,
         advertise: flags.advertise_data.clone(),
     };
-    let node = Node::start(executor, config, control, data, &metrics, &readiness)?;
+    let ports = Ports { control, data, admin };
+    let node = Node::start(executor, config, ports, &metrics, &readiness)?;
     let spec = node.scheduler().spec();
     tracing::info!(
         role = flags.role.name(),
@@ -115,6 +121,7 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         boot_id = %node.boot_id(),
         listen = %node.control_addr(),
         data_listen = node.data_addr().map(tracing::field::display),
+        admin_listen = node.admin_addr().map(tracing::field::display),
         ops_listen = %ops.addr(),
         pages = spec.total_pages,
         page_tokens = spec.page_tokens,
@@ -139,6 +146,21 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
     }
     handle.close();
     Ok(running.await??)
+}
+
+/// The admin port, where one is asked for: a token that cannot be used is told before the model loads.
+fn admin_port(flags: &Flags) -> Result<Option<AdminPort>, AnyError> {
+    let (Some(addr), Some(path)) = (flags.admin_listen, &flags.admin_token_file) else {
+        tracing::info!("no admin port: knobs, drain and flush need --admin-listen and --admin-token-file");
+        return Ok(None);
+    };
+    let file = SecretFile::private("--admin-token-file", path);
+    let token = Watched::start(vec![file], |files, bytes| Token::parse(&files[0], &bytes[0]))?;
+    Ok(Some(AdminPort {
+        reserved: Reserved::bind(addr, "admin", "--admin-listen")?,
+        token: Arc::new(token),
+        advertise: flags.advertise_admin.clone(),
+    }))
 }
 
 /// Loads in a thread of its own, so that signals and health are served meanwhile.

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tandem_wire::endpoint::beside;
 use tandem_wire::{BootId, Failure, Reason, Source};
 use tonic::transport::{Channel, Endpoint};
 
@@ -121,22 +122,13 @@ impl Peers {
 
 /// host:port of a data port as `Accepted` names it; an empty host means the host of the control port.
 pub fn data_endpoint(named: &str, control: &str) -> Result<String, Failure> {
-    let refuse = |why: &str| {
+    beside(named, control).map_err(|why| {
         Failure::new(
             Reason::Internal,
             Source::Prefill,
             format!("data endpoint {named:?} of prefill {control:?} {why}"),
         )
-    };
-    let (host, port) = named.rsplit_once(':').ok_or_else(|| refuse("has no port"))?;
-    let port: u16 = port.parse().map_err(|_| refuse("has no valid port"))?;
-    if !host.is_empty() {
-        return Ok(format!("{host}:{port}"));
-    }
-    let (host, _) = control
-        .rsplit_once(':')
-        .ok_or_else(|| refuse("has no host and neither has the control endpoint"))?;
-    Ok(format!("{host}:{port}"))
+    })
 }
 
 /// A call's failure as decode sees it. A reset without words comes from a connection that broke.

@@ -22,7 +22,42 @@ struct Open {
     trial: bool,
 }
 
+/// How a breaker stands, for people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Requests go.
+    Closed {
+        /// Failures in a row.
+        failures: u32,
+    },
+    /// None goes.
+    Open {
+        /// Failures in a row.
+        failures: u32,
+        /// Until a trial may go.
+        rest: Duration,
+    },
+    /// One request is on trial, or may be.
+    Trial {
+        /// Failures in a row.
+        failures: u32,
+    },
+}
+
 impl Breaker {
+    /// How it stands.
+    pub fn standing(&self, now: Instant) -> Standing {
+        let failures = self.failures;
+        match self.open {
+            None => Standing::Closed { failures },
+            Some(open) if open.trial || now >= open.until => Standing::Trial { failures },
+            Some(open) => Standing::Open {
+                failures,
+                rest: open.until - now,
+            },
+        }
+    }
+
     /// May a request go? `Err`: not before that time, as far as is known.
     pub fn allows(&self, now: Instant) -> Result<(), Instant> {
         match self.open {
@@ -95,6 +130,15 @@ mod tests {
     fn failures_in_a_row_open_it_and_one_success_between_does_not() {
         let now = Instant::now();
         assert_eq!(opened(now).allows(now), Err(now + FIRST_OPEN));
+        let rest = FIRST_OPEN;
+        assert_eq!(
+            opened(now).standing(now),
+            Standing::Open {
+                failures: FAILURES,
+                rest
+            }
+        );
+        assert_eq!(opened(now).standing(now + rest), Standing::Trial { failures: FAILURES });
         let mut breaker = Breaker::default();
         for _ in 0..100 {
             breaker.failed(now);

@@ -176,6 +176,11 @@ impl Engines {
         }
     }
 
+    /// All of them, prefills first, as configured.
+    pub fn workers(&self) -> impl Iterator<Item = &Worker> {
+        self.prefills.iter().chain(&self.decodes)
+    }
+
     /// Tells of changes.
     pub fn changed(&self) -> &Arc<Changed> {
         &self.changed
@@ -280,7 +285,7 @@ impl Engines {
 
     /// Wakes every worker that waits to dial again.
     pub fn probe_now(&self) {
-        for worker in self.decodes.iter().chain(&self.prefills) {
+        for worker in self.workers() {
             worker.probe_now();
         }
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use tandem_wire::endpoint::beside;
 use tandem_wire::layout::LayoutError;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, Load, Role};
@@ -12,7 +13,7 @@ use tandem_wire::{BootId, KvLayout};
 use tokio::sync::Notify;
 use tonic::transport::Channel;
 
-use super::breaker::Breaker;
+use super::breaker::{self, Breaker};
 use super::{Changed, Side};
 use crate::metrics::{Counted, EngineGauges};
 
@@ -35,6 +36,8 @@ pub struct Session {
     role: Role,
     model_hash: Vec<u8>,
     layout: KvLayout,
+    /// host:port of its admin port, if it has one that can be dialled.
+    admin_endpoint: Option<String>,
     max_length_tokens: u32,
     /// Sequences it runs at once, by its own word when it was asked who it is.
     max_running: u32,
@@ -61,6 +64,7 @@ struct Seen {
     /// Requests of this router at the time of the report: they are part of the load.
     own: u32,
     refused: Option<Instant>,
+    at: Instant,
 }
 
 /// Why an engine cannot be used although it answers.
@@ -148,8 +152,10 @@ impl Session {
             Side::Decode => 0,
             Side::Prefill => knobs.prefill_queue.unwrap_or(0),
         };
+        let admin_endpoint = Some(info.admin_endpoint.as_str()).filter(|named| !named.is_empty());
         Ok(Self {
             side,
+            admin_endpoint: admin_endpoint.and_then(|named| beside(named, &endpoint).ok()),
             endpoint,
             boot,
             client,
@@ -168,6 +174,7 @@ impl Session {
                 load: Load::default(),
                 own: 0,
                 refused: None,
+                at: Instant::now(),
             }),
             suspect: Notify::new(),
             doubtful: AtomicBool::new(false),
@@ -184,6 +191,27 @@ impl Session {
         self.role == Role::Unified
     }
 
+    /// What it says it is.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// host:port of its admin port, if it has one that can be dialled.
+    pub fn admin_endpoint(&self) -> Option<&str> {
+        self.admin_endpoint.as_deref()
+    }
+
+    /// Requests of this router at it.
+    pub fn in_flight(&self) -> u32 {
+        self.standing.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Its load as last reported, and how long ago that was.
+    pub fn load(&self) -> (Load, Duration) {
+        let seen = self.seen.lock();
+        (seen.load.clone(), seen.at.elapsed())
+    }
+
     /// The longest sequence that it can hold.
     pub fn max_length_tokens(&self) -> u32 {
         self.max_length_tokens
@@ -195,14 +223,15 @@ impl Session {
         let mut seen = self.seen.lock();
         *seen = Seen {
             load,
-            own: self.standing.in_flight.load(Ordering::Relaxed),
+            own: self.in_flight(),
             refused: None,
+            at: Instant::now(),
         };
     }
 
     /// May requests go to it?
     pub fn open(&self) -> bool {
-        !self.doubtful.load(Ordering::Relaxed) && !self.draining()
+        !self.doubtful() && !self.draining()
     }
 
     /// Does it admit nothing any more?
@@ -235,6 +264,11 @@ impl Session {
         self.closed(now).map_or(Ok(()), |until| Err(Some(until)))
     }
 
+    /// How its breaker stands.
+    pub fn breaker(&self, now: Instant) -> breaker::Standing {
+        self.standing.breaker.lock().standing(now)
+    }
+
     /// Until when its breaker keeps requests from it; none: it does not.
     pub fn closed(&self, now: Instant) -> Option<Instant> {
         self.standing.breaker.lock().allows(now).err()
@@ -264,13 +298,18 @@ impl Session {
     fn occupied(&self, seen: &Seen) -> u32 {
         reported(self.side, &seen.load)
             .saturating_sub(seen.own)
-            .saturating_add(self.standing.in_flight.load(Ordering::Relaxed))
+            .saturating_add(self.in_flight())
     }
 
     /// Doubts that this incarnation is still there: nothing goes to it until its worker has asked, which it does at once.
     pub fn doubt(&self) {
         self.doubtful.store(true, Ordering::Relaxed);
         self.suspect.notify_one();
+    }
+
+    /// Is its worker asking whether it is still there?
+    pub fn doubtful(&self) -> bool {
+        self.doubtful.load(Ordering::Relaxed)
     }
 
     pub(super) async fn doubted(&self) {

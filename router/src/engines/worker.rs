@@ -113,6 +113,21 @@ impl Worker {
         }
     }
 
+    /// What it is used as.
+    pub fn side(&self) -> Side {
+        self.shared.side
+    }
+
+    /// Its control port as configured.
+    pub fn endpoint(&self) -> &str {
+        &self.shared.endpoint
+    }
+
+    /// What is known about it now.
+    pub fn link(&self) -> Link {
+        self.shared.link.lock().clone()
+    }
+
     /// The longest sequence that the engine can hold, by its last word; none: it was never reached.
     pub fn longest(&self) -> Option<u32> {
         Some(self.shared.longest.load(Ordering::Relaxed)).filter(|longest| *longest > 0)

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`server`] | accepts connections, bounds them, drains |
 //! | [`socket`] | a connection whose peer must go on reading |
+//! | [`tls`] | certificates, and the handshake |
 //! | [`routes`] | paths and methods |
 //! | [`generate`] | the two generating endpoints, whole and streamed |
 //! | [`body`] | bodies of requests and answers |
@@ -15,9 +16,11 @@ pub mod generate;
 pub mod routes;
 pub mod server;
 pub mod socket;
+pub mod tls;
 
 use std::sync::Arc;
 
+use tandem_secrets::{Keys, Watched};
 use tandem_telemetry::{Metrics as Exposition, Readiness};
 use tokio_util::sync::CancellationToken;
 
@@ -31,6 +34,8 @@ use crate::flow::Flow;
 pub struct App {
     /// As started.
     pub config: Config,
+    /// What a request to the API must have one of; none: nothing.
+    pub keys: Option<Watched<Keys>>,
     /// The way to tokens.
     pub flow: Arc<Flow>,
     /// Template and tokenizer.

@@ -6,13 +6,14 @@ use std::sync::atomic::AtomicBool;
 use http::header::{self, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
+use tandem_secrets::{Presented, bearer};
 use tandem_telemetry::State;
 
 use super::account::Account;
 use super::body::{Answer, linger};
 use super::{App, generate};
 use crate::api::answer::Model;
-use crate::error::RouterError;
+use crate::error::{Locked, RouterError};
 use crate::metrics::Endpoint;
 
 /// Names a request, in both directions.
@@ -67,8 +68,9 @@ async fn route(
     request: Request<Incoming>,
     account: &mut Option<Account>,
 ) -> Result<Response<Answer>, RouterError> {
-    if let Err(error) = check(endpoint, &request) {
-        linger(&mut request.into_body()).await;
+    let allowed = unlock(app, &request).and_then(|()| check(endpoint, &request));
+    if let Err(error) = allowed {
+        turn_away(request).await;
         return Err(error);
     }
     if endpoint != Endpoint::Other {
@@ -97,6 +99,34 @@ async fn route(
                 served: name.clone(),
             }),
         },
+    }
+}
+
+/// May this request be here? Probes may without a key: whoever asks them has none, and they tell nothing but whether it serves.
+fn unlock(app: &App, request: &Request<Incoming>) -> Result<(), RouterError> {
+    let Some(keys) = &app.keys else {
+        return Ok(());
+    };
+    if matches!(request.uri().path(), "/health" | "/livez" | "/readyz") {
+        return Ok(());
+    }
+    match presented(request) {
+        Presented::Secret(key) if keys.get().open(key) => Ok(()),
+        Presented::Nothing => Err(RouterError::Unauthorized(Locked::NoKey)),
+        Presented::Secret(_) | Presented::Other => Err(RouterError::Unauthorized(Locked::WrongKey)),
+    }
+}
+
+/// What a request came with to open something.
+pub(crate) fn presented<B>(request: &Request<B>) -> Presented<'_> {
+    let values = request.headers().get_all(header::AUTHORIZATION);
+    bearer(values.iter().map(HeaderValue::as_bytes))
+}
+
+/// Lets a request that is refused by its head be sent to its end, for a while; one that waits to be asked for its body is not.
+pub(crate) async fn turn_away(request: Request<Incoming>) {
+    if !request.headers().contains_key(header::EXPECT) {
+        linger(&mut request.into_body()).await;
     }
 }
 
@@ -169,21 +199,27 @@ pub fn json(status: StatusCode, bytes: Vec<u8>) -> Response<Answer> {
 }
 
 /// The one place that makes an error an answer.
-fn refusal(error: &RouterError, request_id: &str) -> Response<Answer> {
+pub(crate) fn refusal(error: &RouterError, request_id: &str) -> Response<Answer> {
     let mut response = json(error.class().status(), error.envelope(request_id));
     let headers = response.headers_mut();
     headers.insert(ERROR_CODE, HeaderValue::from_static(error.code()));
     if let Some(seconds) = error.retry_after_seconds() {
         headers.insert(header::RETRY_AFTER, seconds.into());
     }
-    if let RouterError::Method { allow, .. } = error {
-        headers.insert(header::ALLOW, HeaderValue::from_static(allow));
+    match error {
+        RouterError::Method { allow, .. } => {
+            headers.insert(header::ALLOW, HeaderValue::from_static(allow));
+        }
+        RouterError::Unauthorized(_) => {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        _ => {}
     }
     response
 }
 
 /// The client's own id if it can be logged and echoed as it is, else a new one.
-fn request_id(headers: &HeaderMap) -> String {
+pub(crate) fn request_id(headers: &HeaderMap) -> String {
     headers
         .get(REQUEST_ID)
         .and_then(|value| value.to_str().ok())

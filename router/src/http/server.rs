@@ -11,12 +11,14 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tandem_telemetry::State;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::socket::Socket;
+use super::tls::Identity;
 use super::{App, routes};
 use crate::metrics::Counted;
 
@@ -32,8 +34,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// After the cut, until the errors are written.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Serves until `stop`, then drains.
-pub async fn serve(listener: TcpListener, app: Arc<App>, stop: CancellationToken) {
+/// Serves until `stop`, then drains. Without an identity, plain HTTP.
+pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<App>, stop: CancellationToken) {
+    let identity = identity.map(Arc::new);
     let graceful = GracefulShutdown::new();
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut connections = JoinSet::new();
@@ -45,9 +48,9 @@ pub async fn serve(listener: TcpListener, app: Arc<App>, stop: CancellationToken
         };
         match accepted {
             Ok((stream, slot)) => {
-                let (app, watcher) = (Arc::clone(&app), graceful.watcher());
+                let (app, watcher, identity) = (Arc::clone(&app), graceful.watcher(), identity.clone());
                 connections.spawn(async move {
-                    connection(stream, app, watcher).await;
+                    connection(stream, identity.as_deref(), app, watcher).await;
                     drop(slot);
                 });
             }
@@ -86,7 +89,7 @@ async fn accept(
     Ok((stream, slot))
 }
 
-async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
+async fn connection(stream: TcpStream, identity: Option<&Identity>, app: Arc<App>, watcher: Watcher) {
     let _open = Counted::new(&app.flow.metrics.connections);
     let stalled = app.flow.metrics.client_stalled.clone();
     let socket = match Socket::new(stream, app.config.client_stall(), stalled) {
@@ -95,6 +98,20 @@ async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
     };
     let cut_off = socket.cut_off();
+    match identity {
+        None => requests(socket, cut_off, app, watcher).await,
+        Some(identity) => match identity.accept(socket).await {
+            Ok(stream) => requests(stream, cut_off, app, watcher).await,
+            Err(error) => tracing::debug!(%error, "no TLS connection came about"),
+        },
+    }
+}
+
+/// Answers the requests of one connection.
+async fn requests<S>(stream: S, cut_off: Arc<AtomicBool>, app: Arc<App>, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let asked = Arc::new(AtomicBool::new(false));
     let service = service_fn({
         let asked = Arc::clone(&asked);
@@ -112,7 +129,7 @@ async fn connection(stream: TcpStream, app: Arc<App>, watcher: Watcher) {
         .keep_alive_interval(Duration::from_secs(30))
         .max_concurrent_streams(256);
     let mut connection =
-        std::pin::pin!(watcher.watch(server.serve_connection(TokioIo::new(socket), service).into_owned()));
+        std::pin::pin!(watcher.watch(server.serve_connection(TokioIo::new(stream), service).into_owned()));
     let first = tokio::select! {
         ended = &mut connection => Some(ended),
         () = tokio::time::sleep(FIRST_REQUEST) => None,

@@ -39,6 +39,11 @@ impl Socket {
         })
     }
 
+    /// What it wraps.
+    pub fn tcp(&self) -> &TcpStream {
+        &self.stream
+    }
+
     /// Becomes true before the client is cut off here.
     pub fn cut_off(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.cut_off)

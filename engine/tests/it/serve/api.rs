@@ -1,10 +1,11 @@
-//! Everything of the `Engine` service but Generate, and health.
+//! Everything of the `Engine` service but Generate, the `Admin` service, and health.
 
 use std::time::{Duration, Instant};
 
 use tandem_engine::sched::{Role, SchedKnobs};
 use tandem_engine::serve::NodeConfig;
 use tandem_telemetry::State;
+use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{DrainRequest, FlushRequest, GetInfoRequest, Knobs, SetKnobsRequest, WatchLoadRequest};
 use tandem_wire::{BootId, Failure, Reason, Source};
@@ -29,7 +30,7 @@ async fn set(node: &TestNode, knobs: Knobs) -> Result<Knobs, Failure> {
         boot_id: node.boot.to_wire(),
         knobs: Some(knobs),
     };
-    let answer = node.client.clone().set_knobs(request).await;
+    let answer = node.admin.clone().set_knobs(node.authorized(request)).await;
     answer
         .map(tonic::Response::into_inner)
         .map_err(|s| Failure::from_status(&s, Source::Router))
@@ -207,18 +208,18 @@ async fn knobs_are_changed_one_by_one_and_refused_by_name() {
 async fn a_call_that_means_another_boot_is_refused_with_our_own() {
     let (node, control) = TestNode::fake(&FakeConfig::default(), config(Role::Unified)).await;
     let other = BootId::random().to_wire();
-    let mut client = node.client.clone();
+    let (mut client, mut admin) = (node.client.clone(), node.admin.clone());
     let mut refusals = Vec::new();
     let mut request = node.request(&prompt(1, 10), 2);
     request.boot_id = other.clone();
     refusals.push(client.generate(request).await.map(drop).unwrap_err());
     let knobs = Some(Knobs::default());
     refusals.push(
-        client
-            .set_knobs(SetKnobsRequest {
+        admin
+            .set_knobs(node.authorized(SetKnobsRequest {
                 boot_id: other.clone(),
                 knobs,
-            })
+            }))
             .await
             .unwrap_err(),
     );
@@ -232,10 +233,11 @@ async fn a_call_that_means_another_boot_is_refused_with_our_own() {
         deadline_ms: 0,
         resume: false,
     };
-    refusals.push(client.drain(drain).await.unwrap_err());
-    refusals.push(client.flush(FlushRequest { boot_id: other }).await.unwrap_err());
-    // an absent id is no wildcard
-    refusals.push(client.flush(FlushRequest::default()).await.unwrap_err());
+    refusals.push(admin.drain(node.authorized(drain)).await.unwrap_err());
+    for boot_id in [other, /* an absent id is no wildcard */ bytes::Bytes::new()] {
+        let flush = node.authorized(FlushRequest { boot_id });
+        refusals.push(admin.flush(flush).await.unwrap_err());
+    }
     for status in refusals {
         let failure = Failure::from_status(&status, Source::Router);
         assert_eq!((failure.reason, failure.boot_id), (Reason::StaleBoot, Some(node.boot)));
@@ -252,22 +254,24 @@ async fn a_drain_lets_old_requests_end_and_a_resume_admits_again() {
     assert_eq!(health(&node, "tandem.v1.Engine").await, ServingStatus::Serving);
     control.pause();
     let mut old = node.open(node.request(&prompt(1, 10), 5)).await.unwrap();
-    let drain = |deadline_ms, resume| DrainRequest {
-        boot_id: node.boot.to_wire(),
-        deadline_ms,
-        resume,
+    let drain = |deadline_ms, resume| {
+        node.authorized(DrainRequest {
+            boot_id: node.boot.to_wire(),
+            deadline_ms,
+            resume,
+        })
     };
-    let mut client = node.client.clone();
+    let mut admin = node.admin.clone();
     let began = Instant::now();
-    let left = client.drain(drain(50, false)).await.unwrap().into_inner().remaining;
+    let left = admin.drain(drain(50, false)).await.unwrap().into_inner().remaining;
     assert_eq!(left, 1);
     assert!(began.elapsed() >= Duration::from_millis(50));
     eventually("health follows", || !matches!(node.readiness.get(), State::Ready)).await;
     let refused = node.ask(node.request(&prompt(2, 10), 5)).await.unwrap_err();
     assert_eq!(refused.reason, Reason::Draining);
     let waiting = tokio::spawn({
-        let (mut client, request) = (node.client.clone(), drain(60_000, false));
-        async move { client.drain(request).await.unwrap().into_inner().remaining }
+        let (mut admin, request) = (node.admin.clone(), drain(60_000, false));
+        async move { admin.drain(request).await.unwrap().into_inner().remaining }
     });
     control.resume();
     assert_eq!(tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap(), 0);
@@ -277,7 +281,7 @@ async fn a_drain_lets_old_requests_end_and_a_resume_admits_again() {
     }
     assert!(matches!(last, Some(Event::Finished(_))), "{last:?}");
     assert_eq!(health(&node, "").await, ServingStatus::NotServing);
-    client.drain(drain(0, true)).await.unwrap();
+    admin.drain(drain(0, true)).await.unwrap();
     node.ask(node.request(&prompt(2, 10), 5)).await.unwrap();
     let mut serving = false;
     for _ in 0..1_000 {
@@ -300,12 +304,89 @@ async fn a_process_on_its_way_out_is_not_called_back_by_a_resume() {
         deadline_ms: 0,
         resume: true,
     };
-    node.client.clone().drain(request).await.unwrap();
+    node.admin.clone().drain(node.authorized(request)).await.unwrap();
     assert_eq!(
         node.ask(node.request(&prompt(2, 10), 5)).await.unwrap_err().reason,
         Reason::Draining
     );
     assert_eq!(node.readiness.get(), State::Draining);
+    node.close().await;
+}
+
+#[tokio::test]
+async fn an_admin_call_without_the_token_changes_nothing() {
+    let (node, _control) = TestNode::fake(&FakeConfig::default(), config(Role::Unified)).await;
+    node.ask(node.request(&prompt(1, 80), 9)).await.unwrap();
+    let (cached, knobs) = (node.scheduler.load_now().free_pages, node.scheduler.knobs());
+    assert_eq!(cached, 256, "the cache's pages count as free");
+    let token = node.authorized(()).metadata().get("authorization").unwrap().clone();
+    let token = token.to_str().unwrap().strip_prefix("Bearer ").unwrap().to_owned();
+    let mut wrong: Vec<Vec<String>> = vec![
+        vec![],
+        vec!["Bearer".into()],
+        vec![token.clone()],
+        vec![format!("Basic {token}")],
+        vec![format!("Bearer {}", &token[1..])],
+        vec![format!("Bearer {token}0")],
+        vec![format!("Bearer {token}"), format!("Bearer {token}")],
+    ];
+    wrong.push(vec![format!("Bearer {}", token.to_uppercase())]);
+    let mut admin = node.admin.clone();
+    for values in wrong {
+        fn with<T>(values: &[String], message: T) -> tonic::Request<T> {
+            let mut request = tonic::Request::new(message);
+            for value in values {
+                request.metadata_mut().append("authorization", value.parse().unwrap());
+            }
+            request
+        }
+        let boot_id = node.boot.to_wire();
+        let change = SetKnobsRequest {
+            boot_id: boot_id.clone(),
+            knobs: Some(Knobs {
+                max_running: Some(1),
+                ..Knobs::default()
+            }),
+        };
+        let drain = DrainRequest {
+            boot_id: boot_id.clone(),
+            ..DrainRequest::default()
+        };
+        for status in [
+            admin.set_knobs(with(&values, change)).await.unwrap_err(),
+            admin.drain(with(&values, drain)).await.unwrap_err(),
+            admin.flush(with(&values, FlushRequest { boot_id })).await.unwrap_err(),
+        ] {
+            assert_eq!(status.code(), tonic::Code::Unauthenticated, "{values:?}: {status}");
+            assert!(!status.message().contains(&token), "{status}");
+        }
+    }
+    assert_eq!(node.scheduler.knobs(), knobs);
+    assert!(!node.scheduler.load_now().draining);
+    let again = node.ask(node.request(&prompt(1, 80), 9)).await.unwrap();
+    assert_eq!(again.usage.cached_tokens, 72, "the cache was flushed");
+    node.close().await;
+}
+
+#[tokio::test]
+async fn the_control_port_has_nothing_that_changes_the_engine_and_says_where_it_is() {
+    let (node, _control) = TestNode::fake(&FakeConfig::default(), config(Role::Unified)).await;
+    let mut on_control = AdminClient::new(node.channel.clone());
+    let flush = FlushRequest {
+        boot_id: node.boot.to_wire(),
+    };
+    let status = on_control.flush(node.authorized(flush.clone())).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::Unimplemented);
+    let info = node
+        .client
+        .clone()
+        .get_info(GetInfoRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    let port: u16 = info.admin_endpoint.strip_prefix(':').unwrap().parse().unwrap();
+    let mut dialled = AdminClient::connect(format!("http://127.0.0.1:{port}")).await.unwrap();
+    dialled.flush(node.authorized(flush)).await.unwrap();
     node.close().await;
 }
 
@@ -367,9 +448,9 @@ async fn flush_drops_what_nobody_uses() {
         boot_id: node.boot.to_wire(),
     };
     let freed = node
-        .client
+        .admin
         .clone()
-        .flush(request)
+        .flush(node.authorized(request))
         .await
         .unwrap()
         .into_inner()

@@ -2,18 +2,21 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::serve::node::READER_STALL;
+use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::generate_event::Event;
-use tandem_wire::proto::{GenerateEvent, GenerateRequest, GetInfoRequest};
-use tonic::Streaming;
+use tandem_wire::proto::{FlushRequest, GenerateEvent, GenerateRequest, GetInfoRequest};
 use tonic::transport::Channel;
+use tonic::{Code, Streaming};
 
+use crate::support::node::bearing;
 use crate::support::sched::PATIENCE;
 use crate::tiny::{Kind, Shape, llama};
 
@@ -25,10 +28,15 @@ struct Engine {
 
 impl Engine {
     fn start(model: &Path, more: &[&str]) -> Self {
+        Self::start_with_log("info", model, more)
+    }
+
+    fn start_with_log(filter: &str, model: &Path, more: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_tandem-engine"))
             .args(["--log-format", "json", "--threads", "1", "--model"])
             .arg(model)
             .args(more)
+            .env("RUST_LOG", filter)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -299,9 +307,75 @@ fn a_signal_while_the_model_loads_ends_the_process_at_once() {
     assert_eq!(engine.wait().code(), Some(0));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn the_admin_ports_token_rotates_without_a_restart_and_never_stands_in_the_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("token");
+    let (old, new, wrong) = ("old-0123456789abcdef", "new-0123456789abcdef", "bad-0123456789abcdef");
+    std::fs::write(&file, format!("{old}\n")).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
+    let flags = [
+        "--role",
+        "unified",
+        "--admin-listen",
+        "127.0.0.1:0",
+        "--admin-token-file",
+    ];
+    let mut engine = Engine::start_with_log(
+        "debug",
+        &tiny(dir.path()),
+        &with(&[&flags[..], &[file.to_str().unwrap()]].concat()),
+    );
+    let serving: serde_json::Value = serde_json::from_str(&engine.line("\"serving\"")).unwrap();
+    let addr = |field: &str| format!("http://{}", serving[field].as_str().unwrap());
+    let mut client = EngineClient::connect(addr("listen")).await.unwrap();
+    let mut admin = AdminClient::connect(addr("admin_listen")).await.unwrap();
+    let boot_id = client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id;
+    let mut flush = async |token: &str| {
+        let boot_id = boot_id.clone();
+        admin.flush(bearing(token, FlushRequest { boot_id })).await
+    };
+    flush(old).await.unwrap();
+    assert_eq!(flush(wrong).await.unwrap_err().code(), Code::Unauthenticated);
+    std::fs::write(&file, "short").unwrap();
+    engine.line("has 5 characters");
+    flush(old).await.unwrap();
+    std::fs::write(&file, new).unwrap();
+    engine.line("the new content holds from now on");
+    flush(new).await.unwrap();
+    assert_eq!(flush(old).await.unwrap_err().code(), Code::Unauthenticated);
+    drop((client, admin));
+    engine.signal(libc::SIGTERM);
+    let log = engine.rest();
+    assert!(log.contains("has mode 640"), "{log}");
+    for secret in [old, new, wrong] {
+        assert!(!log.contains(&secret[4..]) && !log.contains(&secret[..8]), "{log}");
+    }
+}
+
+fn strings(args: &[String]) -> Vec<&str> {
+    args.iter().map(String::as_str).collect()
+}
+
 #[test]
 fn what_cannot_start_says_why_and_exits_1() {
     let dir = tempfile::tempdir().unwrap();
+    let (short, none) = (dir.path().join("short"), dir.path().join("none"));
+    std::fs::write(&short, "fifteen-letters").unwrap();
+    let admin = |file: &Path| {
+        let file = format!("--admin-token-file={}", file.display());
+        [
+            vec![
+                "--role".to_owned(),
+                "decode".into(),
+                "--admin-listen=127.0.0.1:0".into(),
+                file,
+            ],
+            ANY.map(str::to_owned).to_vec(),
+        ]
+        .concat()
+    };
+    let (short, none) = (admin(&short), admin(&none));
     let model = tiny(dir.path());
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().to_string();
@@ -309,6 +383,8 @@ fn what_cannot_start_says_why_and_exits_1() {
     std::fs::write(&cut, &std::fs::read(&model).unwrap()[..2_000]).unwrap();
     let missing = dir.path().join("missing.gguf");
     for (model, args, named) in [
+        (&model, strings(&short), "has 15 characters; give it at least 16"),
+        (&model, strings(&none), "none: it cannot be read"),
         (&missing, with(&["--role", "decode"]), "missing.gguf"),
         (&cut, with(&["--role", "decode"]), "cut off"),
         (

@@ -1,15 +1,19 @@
 //! Engines over real gRPC, in this process.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tandem_engine::exec::Executor;
 use tandem_engine::sched::{Role, SchedKnobs, Scheduler};
+use tandem_engine::serve::admin::AdminPort;
 use tandem_engine::serve::listen::Reserved;
-use tandem_engine::serve::node::{NodeHandle, READER_STALL};
+use tandem_engine::serve::node::{NodeHandle, Ports, READER_STALL};
 use tandem_engine::serve::{Node, NodeConfig, NodeError};
 use tandem_engine::transfer::{KeepAlive, TimerValues};
+use tandem_secrets::{SecretFile, Token, Watched};
 use tandem_telemetry::{Metrics, Readiness};
+use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, Sampling};
@@ -25,6 +29,9 @@ use super::sched::PATIENCE;
 pub struct TestNode {
     pub client: EngineClient<Channel>,
     pub channel: Channel,
+    /// Without the token, as anybody could have it.
+    pub admin: AdminClient<Channel>,
+    token: tempfile::NamedTempFile,
     pub boot: BootId,
     pub scheduler: Scheduler,
     pub addr: SocketAddr,
@@ -46,6 +53,19 @@ pub fn config(role: Role) -> NodeConfig {
     }
 }
 
+/// A message with a token.
+pub fn bearing<T>(token: &str, message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    let value = format!("Bearer {token}").parse().unwrap();
+    request.metadata_mut().insert("authorization", value);
+    request
+}
+
+async fn connect(addr: SocketAddr) -> Channel {
+    let endpoint = Channel::from_shared(format!("http://{addr}")).unwrap();
+    endpoint.connect().await.unwrap()
+}
+
 fn loopback() -> Reserved {
     Reserved::bind("127.0.0.1:0".parse().unwrap(), "a test", "--none").unwrap()
 }
@@ -53,18 +73,29 @@ fn loopback() -> Reserved {
 impl TestNode {
     pub async fn start(executor: Box<dyn Executor>, config: NodeConfig) -> Self {
         let (metrics, readiness) = (Metrics::new("test", "0"), Readiness::default());
-        let node = Node::start(executor, config, loopback(), Some(loopback()), &metrics, &readiness).unwrap();
+        let token = tempfile::NamedTempFile::new().unwrap();
+        Token::make(token.path()).unwrap();
+        let file = SecretFile::private("--none", token.path());
+        let ports = Ports {
+            control: loopback(),
+            data: Some(loopback()),
+            admin: Some(AdminPort {
+                reserved: loopback(),
+                token: Arc::new(Watched::start(vec![file], |f, b| Token::parse(&f[0], &b[0])).unwrap()),
+                advertise: None,
+            }),
+        };
+        let node = Node::start(executor, config, ports, &metrics, &readiness).unwrap();
+        let admin = node.admin_addr().unwrap();
         let (boot, addr, handle) = (node.boot_id(), node.control_addr(), node.handle());
         let scheduler = node.scheduler().clone();
         let running = tokio::spawn(node.run());
-        let channel = Channel::from_shared(format!("http://{addr}"))
-            .unwrap()
-            .connect()
-            .await
-            .unwrap();
+        let channel = connect(addr).await;
         Self {
             client: EngineClient::new(channel.clone()).max_decoding_message_size(64 << 20),
             channel,
+            admin: AdminClient::new(connect(admin).await),
+            token,
             boot,
             scheduler,
             addr,
@@ -78,6 +109,12 @@ impl TestNode {
     pub async fn fake(fake: &FakeConfig, config: NodeConfig) -> (Self, FakeControl) {
         let (executor, control) = FakeExecutor::new(fake);
         (Self::start(Box::new(executor), config).await, control)
+    }
+
+    /// A message to the admin port, with this engine's token.
+    pub fn authorized<T>(&self, message: T) -> tonic::Request<T> {
+        let token = std::fs::read_to_string(self.token.path()).unwrap();
+        bearing(token.trim(), message)
     }
 
     /// This engine as a prefill to pull from.

@@ -13,9 +13,8 @@ use tandem_wire::layout::KvDtype;
 use tandem_wire::proto::engine_server::{Engine, EngineServer};
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{
-    DrainRequest, DrainResponse, EngineInfo, Finished, FlushRequest, FlushResponse, GenerateEvent, GenerateRequest,
-    GetInfoRequest, Knobs, Load, Logprob, Phase, Role, SetKnobsRequest, Started, Tokens, Usage, WatchLoadRequest,
-    finished, phase,
+    EngineInfo, Finished, GenerateEvent, GenerateRequest, GetInfoRequest, Knobs, Load, Logprob, Phase, Role, Started,
+    Tokens, Usage, WatchLoadRequest, finished, phase,
 };
 use tandem_wire::{BootId, Failure, KvLayout, Reason, Source};
 use tokio::runtime::Runtime;
@@ -110,6 +109,8 @@ pub struct Shape {
     pub remembers: bool,
     /// Reports its load once and never again.
     pub mute: bool,
+    /// Where its admin port is.
+    pub admin_endpoint: String,
 }
 
 impl Default for Shape {
@@ -122,6 +123,7 @@ impl Default for Shape {
             token_ms: 0,
             remembers: true,
             mute: false,
+            admin_endpoint: String::new(),
         }
     }
 }
@@ -417,6 +419,7 @@ impl Engine for Service {
             total_pages: 1_000,
             uptime_ms: 1,
             end_token_ids: vec![2],
+            admin_endpoint: shape.admin_endpoint.clone(),
         }))
     }
 
@@ -448,17 +451,5 @@ impl Engine for Service {
             }
         };
         Ok(Response::new(Box::pin(events)))
-    }
-
-    async fn set_knobs(&self, _: Request<SetKnobsRequest>) -> Result<Response<Knobs>, Status> {
-        Err(Status::unimplemented("not part of these tests"))
-    }
-
-    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
-        Err(Status::unimplemented("not part of these tests"))
-    }
-
-    async fn flush(&self, _: Request<FlushRequest>) -> Result<Response<FlushResponse>, Status> {
-        Err(Status::unimplemented("not part of these tests"))
     }
 }

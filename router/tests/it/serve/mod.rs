@@ -1,12 +1,14 @@
 //! The HTTP side against scripted engines over real gRPC, used by a real HTTP client.
 
 mod account;
+mod admin;
 mod cancel;
 mod choosing;
 mod client;
 mod drain;
 mod engine;
 mod failures;
+mod keys;
 mod logprobs;
 mod parameters;
 mod queueing;
@@ -16,6 +18,7 @@ mod slow;
 mod stack;
 mod streams;
 mod surface;
+mod tls;
 
 use std::time::Duration;
 

@@ -1,0 +1,218 @@
+//! The admin port: what reveals or changes more than a client's business, for those who have the token.
+//!
+//! | path | answers |
+//! | --- | --- |
+//! | `GET /admin/endpoints` | each engine: who it is and how it stands |
+//! | `GET /admin/loads` | each engine's load by its last report |
+//! | `POST /admin/flush` | drops the prefix caches of all engines |
+//! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
+//!
+//! [`orders`] passes orders to the engines' own admin ports, [`views`] is what is shown.
+
+mod orders;
+mod views;
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use serde::Serialize;
+use tandem_secrets::{Presented, Token, Watched};
+use tandem_telemetry::prometheus_client::metrics::counter::Counter;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::error::{Locked, RouterError};
+use crate::http::App;
+use crate::http::body::{Answer, read};
+use crate::http::routes::{REQUEST_ID, json, presented, refusal, request_id, turn_away};
+use crate::http::socket::Socket;
+
+/// People and an operator; more connections than this wait in the kernel.
+const MAX_CONNECTIONS: usize = 64;
+/// For a request's head, and for a client that takes nothing of its answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Orders are short.
+const MAX_BODY_BYTES: usize = 64 << 10;
+/// After a failed accept (file descriptors used up, say) the next try waits this long.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The open port. Dropping it closes it.
+#[derive(Debug)]
+pub struct Port {
+    addr: SocketAddr,
+    _task: AbortOnDropHandle<()>,
+}
+
+/// What its connections share.
+struct Admin {
+    app: Arc<App>,
+    token: Watched<Token>,
+}
+
+impl Port {
+    /// Serves from now on.
+    pub fn open(listener: TcpListener, addr: SocketAddr, token: Watched<Token>, app: Arc<App>) -> Self {
+        let task = tokio::spawn(accept(listener, Arc::new(Admin { app, token })));
+        Self {
+            addr,
+            _task: AbortOnDropHandle::new(task),
+        }
+    }
+
+    /// Where it listens.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+}
+
+async fn accept(listener: TcpListener, admin: Arc<Admin>) {
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    // owned here: they end with the port
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
+        while connections.try_join_next().is_some() {}
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let admin = Arc::clone(&admin);
+                connections.spawn(async move {
+                    connection(stream, admin).await;
+                    drop(slot);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection to the admin port");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// One request per connection, so that a connection holds its slot no longer than its answer takes.
+async fn connection(stream: TcpStream, admin: Arc<Admin>) {
+    let Ok(socket) = Socket::new(stream, PATIENCE, Counter::default()) else {
+        return;
+    };
+    let service = service_fn(|request| {
+        let admin = Arc::clone(&admin);
+        async move { Ok::<_, Infallible>(answer(&admin, request).await) }
+    });
+    let served = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(PATIENCE)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(socket), service)
+        .await;
+    if let Err(error) = served {
+        tracing::debug!(%error, "a connection to the admin port broke");
+    }
+}
+
+async fn answer(admin: &Admin, request: Request<Incoming>) -> Response<Answer> {
+    let id = request_id(request.headers());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let mut response = match route(admin, request).await {
+        Ok(response) => response,
+        Err(error) => refusal(&error, &id),
+    };
+    let status = response.status().as_u16();
+    if method == Method::GET {
+        tracing::debug!(request_id = id, %method, path, status, "admin");
+    } else {
+        tracing::info!(request_id = id, %method, path, status, "admin");
+    }
+    if let Ok(value) = http::HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+/// The paths.
+#[derive(Clone, Copy)]
+enum Path {
+    Endpoints,
+    Loads,
+    Flush,
+    Drain,
+    Resume,
+}
+
+async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Answer>, RouterError> {
+    let path = match admin.unlock(&request).and_then(|()| path(&request)) {
+        Ok(path) => path,
+        Err(error) => {
+            turn_away(request).await;
+            return Err(error);
+        }
+    };
+    let engines = &admin.app.flow.engines;
+    let token = admin.token.get();
+    match path {
+        Path::Endpoints => Ok(shown(StatusCode::OK, &views::endpoints(engines))),
+        Path::Loads => Ok(shown(StatusCode::OK, &views::loads(engines))),
+        Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
+        Path::Drain | Path::Resume => {
+            let (parts, body) = request.into_parts();
+            let body = read(&parts.headers, body, MAX_BODY_BYTES).await?;
+            let order = orders::Order::read(&body, matches!(path, Path::Resume))?;
+            Ok(outcome(&orders::drain(engines, &token, &order).await?))
+        }
+    }
+}
+
+impl Admin {
+    fn unlock(&self, request: &Request<Incoming>) -> Result<(), RouterError> {
+        match presented(request) {
+            Presented::Secret(secret) if self.token.get().opens(secret) => Ok(()),
+            Presented::Nothing => Err(RouterError::Unauthorized(Locked::NoToken)),
+            Presented::Secret(_) | Presented::Other => Err(RouterError::Unauthorized(Locked::WrongToken)),
+        }
+    }
+}
+
+fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
+    let (path, method, allow) = match request.uri().path() {
+        "/admin/endpoints" => (Path::Endpoints, Method::GET, "GET"),
+        "/admin/loads" => (Path::Loads, Method::GET, "GET"),
+        "/admin/flush" => (Path::Flush, Method::POST, "POST"),
+        "/admin/drain" => (Path::Drain, Method::POST, "POST"),
+        "/admin/resume" => (Path::Resume, Method::POST, "POST"),
+        other => {
+            return Err(RouterError::NoPath {
+                method: request.method().to_string(),
+                path: other.to_owned(),
+            });
+        }
+    };
+    if *request.method() == method {
+        return Ok(path);
+    }
+    Err(RouterError::Method {
+        method: request.method().to_string(),
+        path: request.uri().path().to_owned(),
+        allow,
+    })
+}
+
+/// 200 where every engine did it, else 502.
+fn outcome(told: &orders::Told) -> Response<Answer> {
+    let status = if told.all() {
+        StatusCode::OK
+    } else {
+        StatusCode::BAD_GATEWAY
+    };
+    shown(status, told)
+}
+
+fn shown(status: StatusCode, what: &impl Serialize) -> Response<Answer> {
+    json(status, serde_json::to_vec(what).unwrap_or_default())
+}
