@@ -1,4 +1,4 @@
-//! Persistent volume claims on one machine: a claim is a folder.
+//! Persistent volume claims and secrets on one machine: each is a folder.
 
 use std::ffi::OsString;
 use std::io::Read as _;
@@ -29,7 +29,10 @@ impl FromStr for ClaimDir {
     }
 }
 
-/// Why a claim's file cannot be used.
+/// The key of a secret that holds the API's keys, and so the name of its file.
+const API_KEYS: &str = "api-keys";
+
+/// Why a claim's or a secret's file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     #[error("neither XDG_DATA_HOME nor HOME is set: say where claim {claim:?} lies with --claim {claim}=DIR")]
@@ -49,6 +52,14 @@ pub enum ClaimError {
         path: String,
         file: PathBuf,
         problem: String,
+    },
+    #[error("neither XDG_DATA_HOME nor HOME is set: say where secret {secret:?} lies with --secret {secret}=DIR")]
+    NoSecretHome { secret: String },
+    #[error("--secret {secret}={}: spec.router.apiKeysSecretName is {expected:?}", dir.display())]
+    UnknownSecret {
+        secret: String,
+        dir: PathBuf,
+        expected: String,
     },
     #[error("cannot read {}: {source}", file.display())]
     Read { file: PathBuf, source: std::io::Error },
@@ -98,6 +109,27 @@ pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>
         });
     }
     Ok(file)
+}
+
+/// The file of the API's keys in a secret of this name.
+pub fn find_keys(name: &str, secrets: &[ClaimDir], data_home: Option<PathBuf>) -> Result<PathBuf, ClaimError> {
+    if let Some(other) = secrets.iter().find(|secret| secret.claim != name) {
+        return Err(ClaimError::UnknownSecret {
+            secret: other.claim.clone(),
+            dir: other.dir.clone(),
+            expected: name.to_owned(),
+        });
+    }
+    let dir = match (secrets.last(), data_home) {
+        (Some(given), _) => given.dir.clone(),
+        (None, Some(home)) => home.join("tandem/secrets").join(name),
+        (None, None) => {
+            return Err(ClaimError::NoSecretHome {
+                secret: name.to_owned(),
+            });
+        }
+    };
+    Ok(dir.join(API_KEYS))
 }
 
 /// Whether the file is the one that the manifest names. It reads all of it, minutes for a large one; `progress` is told
@@ -222,6 +254,26 @@ mod tests {
         assert!(error.contains("no claim \"model\" but \"models\""), "{error}");
         assert!("models".parse::<ClaimDir>().unwrap_err().contains("NAME=DIR"));
         assert!("=x".parse::<ClaimDir>().is_err());
+    }
+
+    #[test]
+    fn the_keys_of_a_secret_lie_in_its_folder() {
+        let home = Some(PathBuf::from("/home"));
+        let keys = |secrets: &[ClaimDir], home| find_keys("front", secrets, home).map_err(|error| error.to_string());
+        assert_eq!(
+            keys(&[], home.clone()).unwrap(),
+            Path::new("/home/tandem/secrets/front/api-keys")
+        );
+        assert_eq!(
+            keys(&claim("front=/run/s"), None).unwrap(),
+            Path::new("/run/s/api-keys")
+        );
+        assert!(
+            keys(&claim("other=/run/s"), home)
+                .unwrap_err()
+                .contains("apiKeysSecretName is \"front\"")
+        );
+        assert!(keys(&[], None).unwrap_err().contains("--secret front=DIR"));
     }
 
     #[test]

@@ -24,6 +24,10 @@ enum Command {
     Up(up::UpArgs),
     /// Stop what `tandem up` left running
     Down(up::DownArgs),
+    /// Say what `tandem up` runs and how it stands; exit code 1 if something is not ready
+    Status(up::StatusArgs),
+    /// Drop the prefix caches of what `tandem up` runs
+    Flush(up::FlushArgs),
     /// Load a server and measure it
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -44,6 +48,8 @@ fn main() -> ExitCode {
         match cli.command {
             Command::Up(args) => up::up(args).await,
             Command::Down(args) => up::down(args).await,
+            Command::Status(args) => up::status(args).await,
+            Command::Flush(args) => up::flush(args).await,
             Command::Bench(command) => bench::run(command).await,
         }
     });

@@ -176,6 +176,9 @@ pub enum PrefixCacheMode {
 pub struct Router {
     /// How a prefill and a decode are chosen. Default: `LeastLoaded`. Hot.
     pub policy: RouterPolicy,
+    /// The secret whose `api-keys` clients need one of; on one machine a folder. Empty: everybody may use the API.
+    /// Default: empty. Restarts the router.
+    pub api_keys_secret_name: String,
 }
 
 /// How engines are chosen for a request.

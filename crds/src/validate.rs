@@ -65,6 +65,9 @@ impl PDDeployment {
                 "set both replicas to zero or neither",
             );
         }
+        if !spec.router.api_keys_secret_name.is_empty() {
+            rules.label("spec.router.apiKeysSecretName", &spec.router.api_keys_secret_name);
+        }
         timeouts(&mut rules, &spec.timeouts);
         rules.broken
     }

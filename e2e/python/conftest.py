@@ -71,6 +71,7 @@ class Process:
 class Stack:
     def __init__(self, folder: pathlib.Path) -> None:
         control = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
+        self.control = control
         self.http = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, Process] = {}
         for role, listen in control.items():

@@ -17,12 +17,18 @@ pub struct Process {
 impl Process {
     /// Starts `program`; what it writes to stdout and stderr goes to one file.
     pub fn start(name: &str, program: &Path, args: &[String]) -> Self {
+        let filter = std::env::var("RUST_LOG").unwrap_or_else(|_| "info".into());
+        Self::start_logging(&filter, name, program, args)
+    }
+
+    /// The same with a log filter of its own.
+    pub fn start_logging(filter: &str, name: &str, program: &Path, args: &[String]) -> Self {
         let dir = tempfile::tempdir().expect("a folder for the log");
         let log = dir.path().join(format!("{name}.log"));
         let out = File::create(&log).expect("a log file");
         let child = Command::new(program)
             .args(args)
-            .env("RUST_LOG", std::env::var("RUST_LOG").unwrap_or_else(|_| "info".into()))
+            .env("RUST_LOG", filter)
             .stdin(Stdio::null())
             .stdout(out.try_clone().expect("a second handle of the log"))
             .stderr(out)

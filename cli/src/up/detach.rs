@@ -25,7 +25,6 @@ const KILL_BOUND: Duration = Duration::from_secs(5);
 /// Starts the supervisor in the background and returns when the deployment is ready.
 pub async fn start(args: &UpArgs) -> Result<(), UpError> {
     let dir = args.state.dir()?;
-    let dir = std::path::absolute(&dir).map_err(|source| UpError::State { dir, source })?;
     let use_dir = |source| UpError::State {
         dir: dir.clone(),
         source,
@@ -216,7 +215,11 @@ pub async fn down(dir: &Path) -> Result<(), UpError> {
         source,
     };
     if !state::is_held(dir).map_err(use_dir)? {
-        let _ = writeln!(out, "nothing runs from {}", dir.display());
+        let _ = writeln!(
+            out,
+            "nothing runs from {}; what was started with another --state-dir is stopped with that",
+            dir.display()
+        );
         return Ok(());
     }
     // Between taking the lock and writing its state the supervisor only checks its arguments.

@@ -9,9 +9,11 @@
 //! | [`stack`] | start in order, follow, stop in the opposite order |
 //! | [`state`] | what runs, for other commands |
 //! | [`detach`] | `--detach` and `tandem down` |
+//! | [`status`], [`flush`] | `tandem status` and `tandem flush`: what runs, asked and told |
 
 mod child;
 mod detach;
+mod flush;
 mod logs;
 mod memory;
 mod plan;
@@ -20,6 +22,7 @@ mod probe;
 mod signals;
 mod stack;
 mod state;
+mod status;
 mod supervise;
 
 use std::net::SocketAddr;
@@ -27,10 +30,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
+use tandem_crds::PDDeploymentSpec;
+use tandem_secrets::{Keys, SecretError, SecretFile};
 
 use crate::claims::{self, ClaimDir, ClaimError};
 use crate::console;
 use crate::manifest::{self, ManifestError};
+use plan::Front;
 
 /// `tandem up`.
 #[derive(Debug, Args)]
@@ -44,6 +50,18 @@ pub struct UpArgs {
     /// Where the router listens; port 0 takes a free one
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080")]
     http: SocketAddr,
+    /// Keys of the API, one on each line; without it everybody may use it [overrides spec.router.apiKeysSecretName]
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Where a secret's files lie on this machine [default: its folder in the user's data folder, tandem/secrets/NAME]
+    #[arg(long = "secret", value_name = "NAME=DIR")]
+    secrets: Vec<ClaimDir>,
+    /// Certificates for TLS on --http, the server's own first, in PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// The private key of the first certificate, in PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
     /// KV cache memory of each engine, in MiB
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     kv_memory_mib: u32,
@@ -70,6 +88,23 @@ pub struct DownArgs {
     state: StateArgs,
 }
 
+/// `tandem status`.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// `tandem flush`.
+#[derive(Debug, Args)]
+pub struct FlushArgs {
+    #[command(flatten)]
+    state: StateArgs,
+}
+
 #[derive(Debug, Args)]
 struct StateArgs {
     /// Where this machine's deployment is recorded; one folder per deployment that runs at a time
@@ -79,13 +114,15 @@ struct StateArgs {
 }
 
 impl StateArgs {
+    /// Absolute, so that what names it holds from everywhere.
     fn dir(&self) -> Result<PathBuf, UpError> {
-        match &self.dir {
-            Some(dir) => Ok(dir.clone()),
-            None => Ok(claims::xdg_dir("XDG_STATE_HOME", ".local/state")
+        let dir = match &self.dir {
+            Some(dir) => dir.clone(),
+            None => claims::xdg_dir("XDG_STATE_HOME", ".local/state")
                 .ok_or(UpError::NoState)?
-                .join("tandem/up")),
-        }
+                .join("tandem/up"),
+        };
+        std::path::absolute(&dir).map_err(|source| UpError::State { dir, source })
     }
 }
 
@@ -96,6 +133,8 @@ pub enum UpError {
     Manifest(#[from] ManifestError),
     #[error(transparent)]
     Claim(#[from] ClaimError),
+    #[error(transparent)]
+    Secret(#[from] SecretError),
     #[error("neither XDG_STATE_HOME nor HOME is set: say where the deployment is recorded with --state-dir DIR")]
     NoState,
     #[error("cannot use state folder {}: {source}; choose another with --state-dir", dir.display())]
@@ -103,6 +142,10 @@ pub enum UpError {
     #[error("a deployment is running already, recorded in {}{what}; stop it with `tandem down --state-dir {}`, or \
              give this one another --state-dir and --http", dir.display(), dir.display())]
     Running { dir: PathBuf, what: String },
+    #[error("nothing runs from {}; `tandem up` starts it, --state-dir names another folder", dir.display())]
+    NotRunning { dir: PathBuf },
+    #[error("{0}")]
+    Orders(String),
     #[error("spec.prefill.replicas and spec.decode.replicas are 0: nothing to run; write 1 or more")]
     NoReplicas,
     #[error("the router cannot listen on {addr}: {source}; stop what holds it, or choose another address with --http")]
@@ -163,6 +206,52 @@ pub async fn down(args: DownArgs) -> ExitCode {
     })
 }
 
+/// Says what runs; an error where something is not ready.
+pub async fn status(args: StatusArgs) -> ExitCode {
+    match args.state.dir() {
+        Ok(dir) => match status::show(&dir, args.json).await {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
+            Err(error) => finish(Err(error)),
+        },
+        Err(error) => finish(Err(error)),
+    }
+}
+
+/// Drops the prefix caches of all engines.
+pub async fn flush(args: FlushArgs) -> ExitCode {
+    finish(match args.state.dir() {
+        Ok(dir) => flush::flush(&dir).await,
+        Err(error) => Err(error),
+    })
+}
+
+/// What the flags and the manifest say of keys and certificates; all of it can be read.
+fn front(args: &UpArgs, spec: &PDDeploymentSpec) -> Result<Front, UpError> {
+    let named = Some(spec.router.api_keys_secret_name.as_str()).filter(|name| !name.is_empty());
+    if let (None, Some(secret)) = (named, args.secrets.first()) {
+        return Err(UpError::Claim(ClaimError::UnknownSecret {
+            secret: secret.claim.clone(),
+            dir: secret.dir.clone(),
+            expected: String::new(),
+        }));
+    }
+    let of_secret = named
+        .map(|name| claims::find_keys(name, &args.secrets, claims::xdg_dir("XDG_DATA_HOME", ".local/share")))
+        .transpose()?;
+    let api_key_file = args.api_key_file.clone().or(of_secret);
+    if let Some(path) = &api_key_file {
+        let file = SecretFile::private("--api-key-file", path);
+        Keys::parse(&file, &file.read()?)?;
+    }
+    let tls = args.tls_cert.clone().zip(args.tls_key.clone());
+    if let Some((cert, key)) = &tls {
+        SecretFile::public("--tls-cert", cert).read()?;
+        SecretFile::private("--tls-key", key).read()?;
+    }
+    Ok(Front { api_key_file, tls })
+}
+
 /// Checks everything that can be checked at once, then runs.
 async fn run(args: &UpArgs) -> Result<(), UpError> {
     let object = manifest::load(&args.file)?;
@@ -178,6 +267,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         })?
         .ok_or_else(|| running(&dir))?;
 
+    let front = front(args, spec)?;
     let engine = binary("tandem-engine")?;
     let router = binary("tandem-router")?;
     let model = claims::find_model(
@@ -212,6 +302,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         })?;
     }
 
+    let token_file = held.make_token().map_err(|source| UpError::State { dir, source })?;
     let machine = plan::Machine {
         engine,
         router,
@@ -219,6 +310,8 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         http,
         threads: args.threads,
         kv_memory_mib: args.kv_memory_mib,
+        token_file,
+        front: front.clone(),
     };
     let plan = plan::plan(spec, &machine, &list).map_err(UpError::Ports)?;
     let signals = signals::Signals::new().map_err(|source| UpError::System {
@@ -232,6 +325,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
     let setup = stack::Setup {
         deployment: object.metadata.name.clone(),
         model: spec.model.name.clone(),
+        front,
         log_dir: args.log_dir.clone(),
         background: args.background,
         check: (!spec.model.revision.is_empty()).then(|| stack::Check {
@@ -245,7 +339,14 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
 
 fn running(dir: &Path) -> UpError {
     let what = state::read(dir)
-        .map(|state| format!(" ({:?} as process {}, http://{})", state.name, state.pid, state.http))
+        .map(|state| {
+            format!(
+                " ({:?} as process {}, {})",
+                state.name,
+                state.pid,
+                stack::base_url(&state)
+            )
+        })
         .unwrap_or_default();
     UpError::Running {
         dir: dir.to_owned(),

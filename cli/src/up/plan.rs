@@ -8,12 +8,12 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tandem_crds::{Backend, EngineRole, OnPrefillFailure, PDDeploymentSpec, PrefixCacheMode, RouterPolicy, Timeouts};
 
-/// Control, data and health of a prefill.
-const PREFILL_PORTS: usize = 3;
-/// Control and health of a decode.
-const DECODE_PORTS: usize = 2;
-/// Health of the router; its main address is given.
-const ROUTER_PORTS: usize = 1;
+/// Control, data, admin and health of a prefill.
+const PREFILL_PORTS: usize = 4;
+/// Control, admin and health of a decode.
+const DECODE_PORTS: usize = 3;
+/// Admin and health of the router; its main address is given.
+const ROUTER_PORTS: usize = 2;
 
 /// What a process does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +37,18 @@ pub struct Machine {
     pub threads: Option<u32>,
     /// KV memory of each engine, in MiB.
     pub kv_memory_mib: u32,
+    /// The token of all admin ports.
+    pub token_file: PathBuf,
+    pub front: Front,
+}
+
+/// What stands between clients and the router.
+#[derive(Debug, Clone, Default)]
+pub struct Front {
+    /// Keys of the API; none: everybody may use it.
+    pub api_key_file: Option<PathBuf>,
+    /// Certificate and key, where clients speak TLS.
+    pub tls: Option<(PathBuf, PathBuf)>,
 }
 
 /// One process to run.
@@ -49,6 +61,8 @@ pub struct Process {
     pub args: Vec<OsString>,
     /// gRPC for an engine, HTTP for the router.
     pub listen: SocketAddr,
+    /// gRPC for an engine, HTTP for the router, behind the token.
+    pub admin: SocketAddr,
     /// `/readyz`, `/livez`, `/metrics`.
     pub ops: SocketAddr,
 }
@@ -100,13 +114,20 @@ pub fn plan(spec: &PDDeploymentSpec, machine: &Machine, ports: &[u16]) -> Result
     // The length was checked above, so no address is the unusable port 0.
     let mut next = || ports.next().unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
 
-    let prefills: Vec<Process> = (0..count(&spec.prefill))
-        .map(|index| engine(spec, machine, Role::Prefill, index, next(), Some(next()), next()))
-        .collect();
-    let decodes: Vec<Process> = (0..count(&spec.decode))
-        .map(|index| engine(spec, machine, Role::Decode, index, next(), None, next()))
-        .collect();
-    let router = router(spec, machine, &prefills, &decodes, next());
+    let mut engines = |role: Role, count: usize| -> Vec<Process> {
+        let mut ports = || EnginePorts {
+            listen: next(),
+            data: (role == Role::Prefill).then(&mut next),
+            admin: next(),
+            ops: next(),
+        };
+        (0..count)
+            .map(|index| engine(spec, machine, role, index, &ports()))
+            .collect()
+    };
+    let prefills = engines(Role::Prefill, count(&spec.prefill));
+    let decodes = engines(Role::Decode, count(&spec.decode));
+    let router = router(spec, machine, &prefills, &decodes, (next(), next()));
     Ok(Plan {
         steps: vec![prefills, decodes, vec![router]],
         startup: seconds(spec.timeouts.startup_seconds),
@@ -114,15 +135,20 @@ pub fn plan(spec: &PDDeploymentSpec, machine: &Machine, ports: &[u16]) -> Result
     })
 }
 
-fn engine(
-    spec: &PDDeploymentSpec,
-    machine: &Machine,
-    role: Role,
-    index: usize,
+struct EnginePorts {
     listen: SocketAddr,
     data: Option<SocketAddr>,
+    admin: SocketAddr,
     ops: SocketAddr,
-) -> Process {
+}
+
+fn engine(spec: &PDDeploymentSpec, machine: &Machine, role: Role, index: usize, ports: &EnginePorts) -> Process {
+    let &EnginePorts {
+        listen,
+        data,
+        admin,
+        ops,
+    } = ports;
     let (name, of) = match role {
         Role::Prefill => ("prefill", &spec.prefill),
         Role::Decode | Role::Router => ("decode", &spec.decode),
@@ -136,6 +162,8 @@ fn engine(
     if let Some(data) = data {
         args.add("--data-listen", data.to_string());
     }
+    args.add("--admin-listen", admin.to_string());
+    args.add("--admin-token-file", &machine.token_file);
     args.add("--ops-listen", ops.to_string());
     if let Some(threads) = machine.threads {
         args.add("--threads", threads.to_string());
@@ -176,6 +204,7 @@ fn engine(
         program: machine.engine.clone(),
         args: args.0,
         listen,
+        admin,
         ops,
     }
 }
@@ -185,10 +214,19 @@ fn router(
     machine: &Machine,
     prefills: &[Process],
     decodes: &[Process],
-    ops: SocketAddr,
+    (admin, ops): (SocketAddr, SocketAddr),
 ) -> Process {
     let mut args = Args::default();
     args.add("--listen", machine.http.to_string());
+    if let Some(keys) = &machine.front.api_key_file {
+        args.add("--api-key-file", keys);
+    }
+    if let Some((cert, key)) = &machine.front.tls {
+        args.add("--tls-cert", cert);
+        args.add("--tls-key", key);
+    }
+    args.add("--admin-listen", admin.to_string());
+    args.add("--admin-token-file", &machine.token_file);
     args.add("--ops-listen", ops.to_string());
     args.add("--model-name", &spec.model.name);
     args.add("--tokenizer", &machine.model);
@@ -226,6 +264,7 @@ fn router(
         program: machine.router.clone(),
         args: args.0,
         listen: machine.http,
+        admin,
         ops,
     }
 }
@@ -295,6 +334,8 @@ mod tests {
             http: SocketAddr::from(([127, 0, 0, 1], 8080)),
             threads: None,
             kv_memory_mib: 512,
+            token_file: "/state/admin-token".into(),
+            front: Front::default(),
         }
     }
 
@@ -362,7 +403,8 @@ mod tests {
         for process in plan.processes() {
             assert_eq!(value(process, "--ops-listen"), process.ops.to_string());
             assert_eq!(value(process, "--listen"), process.listen.to_string());
-            ports.extend([process.listen.port(), process.ops.port()]);
+            assert_eq!(value(process, "--admin-listen"), process.admin.to_string());
+            ports.extend([process.listen.port(), process.admin.port(), process.ops.port()]);
             ports.extend(
                 values(process, "--data-listen")
                     .iter()
@@ -375,6 +417,31 @@ mod tests {
         assert_eq!((given, ports.len()), (ports_needed(&spec) + 1, given));
         assert!(!ports.contains(&0));
         assert!(super::plan(&spec, &machine(), &[1, 2]).is_err());
+    }
+
+    #[test]
+    fn every_process_gets_the_token_and_the_router_alone_keys_and_certificate() {
+        let bare = plan_of(&spec(), &machine());
+        let locked = Machine {
+            front: Front {
+                api_key_file: Some("keys".into()),
+                tls: Some(("cert.pem".into(), "key.pem".into())),
+            },
+            ..machine()
+        };
+        let locked = plan_of(&spec(), &locked);
+        for process in bare.processes().chain(locked.processes()) {
+            assert_eq!(value(process, "--admin-token-file"), "/state/admin-token");
+        }
+        for (flag, given) in [
+            ("--api-key-file", "keys"),
+            ("--tls-cert", "cert.pem"),
+            ("--tls-key", "key.pem"),
+        ] {
+            assert!(bare.processes().all(|process| values(process, flag).is_empty()));
+            let with: Vec<_> = locked.processes().map(|process| values(process, flag)).collect();
+            assert_eq!(with, [vec![], vec![], vec![given.to_owned()]], "{flag}");
+        }
     }
 
     #[test]

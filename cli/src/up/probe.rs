@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::console::with_causes;
+
 /// Between two questions.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// One question.
@@ -20,21 +22,31 @@ pub struct Health {
     pub reason: Option<String>,
 }
 
+/// Asks once: none where it is ready, else what it says; an error where it does not answer.
+pub async fn once(client: &reqwest::Client, ops: SocketAddr) -> Result<Option<Health>, String> {
+    let url = format!("http://{ops}/readyz");
+    let response = client.get(&url).timeout(TIMEOUT).send().await;
+    let response = response.map_err(|error| format!("its health port does not answer: {}", with_causes(&error)))?;
+    if response.status().is_success() {
+        return Ok(None);
+    }
+    let health = response.json().await;
+    health
+        .map(Some)
+        .map_err(|error| format!("its health port answers strangely: {}", with_causes(&error)))
+}
+
 /// Asks until the child is ready; tells `changed` what it says until then.
 pub async fn until_ready(client: &reqwest::Client, ops: SocketAddr, mut changed: impl FnMut(Health)) {
-    let url = format!("http://{ops}/readyz");
     let mut last = None;
     loop {
-        if let Ok(response) = client.get(&url).timeout(TIMEOUT).send().await {
-            if response.status().is_success() {
-                return;
-            }
-            if let Ok(health) = response.json::<Health>().await
-                && last.as_ref() != Some(&health)
-            {
+        match once(client, ops).await {
+            Ok(None) => return,
+            Ok(Some(health)) if last.as_ref() != Some(&health) => {
                 last = Some(health.clone());
                 changed(health);
             }
+            Ok(Some(_)) | Err(_) => {}
         }
         tokio::time::sleep(INTERVAL).await;
     }

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::UpError;
 use super::child::{End, Event, Limits, Order};
-use super::plan::{Plan, Process, Role};
+use super::plan::{Front, Plan, Process, Role};
 use super::ports::Ports;
 use super::probe::Health;
 use super::signals::Signals;
@@ -36,6 +36,8 @@ pub struct Setup {
     pub deployment: String,
     /// What requests name as `model`.
     pub model: String,
+    /// What stands between clients and the router.
+    pub front: Front,
     /// Where each child's lines go.
     pub log_dir: Option<PathBuf>,
     /// The console is a file that nobody rolls over: children's lines are not repeated there.
@@ -127,6 +129,8 @@ impl Stack {
             name: setup.deployment,
             model: setup.model,
             http,
+            tls: setup.front.tls.is_some(),
+            api_keys: setup.front.api_key_file.is_some(),
             log_dir: setup.log_dir,
             stop_seconds: Supervisor::stop_bound(limits).as_secs() * 3,
             checking: setup.check.as_ref().map(|_| 0),
@@ -204,7 +208,10 @@ impl Stack {
             .say(&format!("{} is ready after {seconds:.1} s", self.state.name));
         self.console.say(&banner(&self.state));
         if !self.background {
-            self.console.say("Ctrl-C stops it.\n");
+            self.console.say(&format!(
+                "Ctrl-C stops it, or from elsewhere: tandem down --state-dir {}\n",
+                self.held.dir().display()
+            ));
         }
         // Last, for others act on it, even by a signal.
         self.state.phase = Phase::Ready;
@@ -387,11 +394,13 @@ fn not_started(process: &Process) -> ProcessState {
         loading: None,
         restarts: 0,
         listen: process.listen,
+        admin: process.admin,
         ops: process.ops,
     }
 }
 
-async fn info(listen: SocketAddr) -> Result<EngineInfo, String> {
+/// What an engine says it is.
+pub async fn info(listen: SocketAddr) -> Result<EngineInfo, String> {
     let connected = EngineClient::connect(format!("http://{listen}")).await;
     let mut client = connected.map_err(|error| with_causes(&error))?;
     let info = client.get_info(GetInfoRequest {}).await;
@@ -411,24 +420,30 @@ fn describe(info: &EngineInfo) -> String {
 
 /// Where to send requests, and a line that does.
 pub fn banner(state: &State) -> String {
-    let base = base_url(state.http);
+    let base = base_url(state);
+    let key = if state.api_keys {
+        " -H \"authorization: Bearer $OPENAI_API_KEY\""
+    } else {
+        ""
+    };
     let model = serde_json::Value::from(state.model.as_str());
     let messages = r#"[{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "What is the capital of France?"}]"#;
     let body = format!(r#"{{"model": {model}, "messages": {messages}, "max_tokens": 32, "temperature": 0}}"#);
     // Inside single quotes of a shell only the single quote itself is special.
     let body = body.replace('\'', r"'\''");
     format!(
-        "\nOpenAI clients: base URL {base}/v1, model {}\n\n    curl -sS {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
+        "\nOpenAI clients: base URL {base}/v1, model {}\n\n    curl -sS {base}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'\n",
         state.model
     )
 }
 
 /// The URL for clients on this machine: a wildcard address is reached by loopback.
-fn base_url(http: SocketAddr) -> String {
-    let ip = match http.ip() {
+pub fn base_url(state: &State) -> String {
+    let ip = match state.http.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
         ip => ip,
     };
-    format!("http://{}", SocketAddr::new(ip, http.port()))
+    let scheme = if state.tls { "https" } else { "http" };
+    format!("{scheme}://{}", SocketAddr::new(ip, state.http.port()))
 }

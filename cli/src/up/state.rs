@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tandem_secrets::Token;
 
+use super::UpError;
 use super::plan::Role;
 
 /// A command that only looks may hold the lock for a moment.
@@ -27,6 +29,10 @@ pub struct State {
     pub model: String,
     /// Where the router listens.
     pub http: SocketAddr,
+    /// Clients speak TLS with it.
+    pub tls: bool,
+    /// Clients need a key.
+    pub api_keys: bool,
     pub log_dir: Option<PathBuf>,
     /// Stopping takes at most this long.
     pub stop_seconds: u64,
@@ -57,6 +63,7 @@ pub struct ProcessState {
     pub loading: Option<u8>,
     pub restarts: u32,
     pub listen: SocketAddr,
+    pub admin: SocketAddr,
     pub ops: SocketAddr,
 }
 
@@ -93,6 +100,18 @@ impl StateDir {
         Ok(None)
     }
 
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Draws the token of all admin ports of this run into a file that only its owner may read.
+    pub fn make_token(&self) -> std::io::Result<PathBuf> {
+        let path = token_file(&self.dir);
+        Token::make(&path)?;
+        Ok(path)
+    }
+
     /// Replaces the state, whole: a reader sees the old one or the new one.
     pub fn write(&self, state: &State) -> std::io::Result<()> {
         let temporary = self.dir.join("state.json.new");
@@ -104,6 +123,7 @@ impl StateDir {
 
     fn clear(&self) {
         let _ = std::fs::remove_file(self.dir.join("state.json"));
+        let _ = std::fs::remove_file(token_file(&self.dir));
     }
 }
 
@@ -113,9 +133,26 @@ impl Drop for StateDir {
     }
 }
 
+/// Where the token of a deployment's admin ports lies while it runs.
+pub fn token_file(dir: &Path) -> PathBuf {
+    dir.join("admin-token")
+}
+
 /// The state last written in `dir`, if any.
 pub fn read(dir: &Path) -> Option<State> {
     serde_json::from_slice(&std::fs::read(dir.join("state.json")).ok()?).ok()
+}
+
+/// What runs from `dir`.
+pub fn running(dir: &Path) -> Result<State, UpError> {
+    let held = is_held(dir).map_err(|source| UpError::State {
+        dir: dir.to_owned(),
+        source,
+    })?;
+    // between taking the lock and writing its state the supervisor only checks its arguments
+    held.then(|| read(dir))
+        .flatten()
+        .ok_or_else(|| UpError::NotRunning { dir: dir.to_owned() })
 }
 
 /// Whether a process holds `dir`'s lock. A state file alone proves nothing: its writer may have been killed.
@@ -142,6 +179,8 @@ mod tests {
             name: "chat".into(),
             model: "m".into(),
             http: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            tls: false,
+            api_keys: true,
             log_dir: None,
             stop_seconds: 10,
             checking: Some(7),
@@ -153,6 +192,7 @@ mod tests {
                 loading: None,
                 restarts: 0,
                 listen: SocketAddr::from(([127, 0, 0, 1], 1)),
+                admin: SocketAddr::from(([127, 0, 0, 1], 3)),
                 ops: SocketAddr::from(([127, 0, 0, 1], 2)),
             }],
         }
@@ -165,12 +205,15 @@ mod tests {
         assert!(!is_held(&dir).unwrap());
         let held = StateDir::take(&dir).unwrap().unwrap();
         held.write(&state()).unwrap();
+        let token = held.make_token().unwrap();
+        assert!(token.exists());
         assert_eq!(read(&dir), Some(state()));
         assert!(is_held(&dir).unwrap());
         assert!(StateDir::take(&dir).unwrap().is_none());
         drop(held);
         assert!(!is_held(&dir).unwrap());
         assert_eq!(read(&dir), None);
+        assert!(!token.exists());
     }
 
     #[test]

@@ -126,6 +126,7 @@ mod tests {
             program: "/bin/sh".into(),
             args: vec!["-c".into(), script.into()],
             listen: SocketAddr::from(([127, 0, 0, 1], 1)),
+            admin: SocketAddr::from(([127, 0, 0, 1], 2)),
             ops,
         }
     }

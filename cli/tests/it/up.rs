@@ -411,6 +411,112 @@ fn no_child_outlives_a_killed_supervisor() {
 }
 
 #[test]
+fn what_runs_is_told_from_its_folder_and_an_error_where_something_is_not_ready() {
+    let place = Place::new();
+    let status = |more: &[&str]| {
+        let mut command = place.tandem(&["status", "--state-dir", "state"]);
+        command.args(more);
+        run(command)
+    };
+    let output = status(&[]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("nothing runs from /"), "{}", stderr(&output));
+
+    let child = place.up(&[]).spawn().unwrap();
+    let state = place.state(ready);
+    let token = fs::read_to_string(place.path("state/admin-token")).unwrap();
+    let mode = fs::metadata(place.path("state/admin-token"))
+        .unwrap()
+        .permissions()
+        .mode();
+    assert_eq!((token.trim().len(), mode & 0o777), (64, 0o600));
+    let output = status(&["--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        (&told["ready"], &told["phase"]),
+        (&Value::Bool(true), &Value::from("ready"))
+    );
+    assert_eq!(told["url"], format!("http://{}/v1", state["http"].as_str().unwrap()));
+    for index in 0..3 {
+        let (told, known) = (&told["processes"][index], &state["processes"][index]);
+        for field in ["name", "pid", "listen", "admin", "ops"] {
+            assert_eq!(told[field], known[field], "{field}");
+        }
+        assert_eq!((&told["ready"], &told["reason"]), (&Value::Bool(true), &Value::Null));
+    }
+    let text = String::from_utf8(status(&[]).stdout).unwrap();
+    assert!(
+        text.starts_with("chat: ready, process ") && text.contains("\n  decode-0 "),
+        "{text}"
+    );
+
+    // stopped, it does not answer, whatever the supervisor saw last
+    let decode = pid(&state, 1);
+    kill("-STOP", decode.into());
+    let output = status(&[]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    kill("-CONT", decode.into());
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("not ready: its health port does not answer"), "{text}");
+
+    let folder = place.path("state");
+    kill("-TERM", child.id().into());
+    let text = stderr(&end(child));
+    let down = format!("tandem down --state-dir {}", folder.display());
+    assert!(text.contains(&down), "{text}");
+    assert!(
+        !text.contains(token.trim()) && !folder.join("admin-token").exists(),
+        "{text}"
+    );
+}
+
+#[test]
+fn keys_and_certificates_that_cannot_be_used_are_refused_before_a_process_starts() {
+    let place = Place::new();
+    fs::write(place.path("keys"), "short\n").unwrap();
+    refused(
+        &place,
+        place.up(&["--api-key-file", "nowhere"]),
+        1,
+        &["--api-key-file nowhere: it cannot be read"],
+    );
+    refused(
+        &place,
+        place.up(&["--api-key-file", "keys"]),
+        1,
+        &["line 1 has 5 characters"],
+    );
+    refused(&place, place.up(&["--tls-cert", "keys"]), 2, &["--tls-key"]);
+    refused(
+        &place,
+        place.up(&["--tls-cert", "keys", "--tls-key", "none"]),
+        1,
+        &["--tls-key none: it cannot be read"],
+    );
+    refused(
+        &place,
+        place.up(&["--secret", "front=x"]),
+        1,
+        &["--secret front=x: spec.router.apiKeysSecretName is \"\""],
+    );
+    place.manifest(&MANIFEST.replace("timeouts:", "router: {apiKeysSecretName: front}\n  timeouts:"));
+    let folder = place.path(".local/share/tandem/secrets/front/api-keys");
+    refused(&place, place.up(&[]), 1, &[folder.to_str().unwrap()]);
+    fs::create_dir(place.path("front")).unwrap();
+    fs::write(place.path("front/api-keys"), "sk-0123456789abcdef\n").unwrap();
+    let child = place.up(&["--secret", "front=front"]).spawn().unwrap();
+    let state = place.state(ready);
+    assert_eq!(state["apiKeys"], true);
+    kill("-TERM", child.id().into());
+    let text = stderr(&end(child));
+    assert!(
+        text.contains("-H \"authorization: Bearer $OPENAI_API_KEY\"") && !text.contains("sk-0"),
+        "{text}"
+    );
+}
+
+#[test]
 fn detached_it_serves_until_down() {
     let place = Place::new();
     let output = run(place.up(&["--detach"]));

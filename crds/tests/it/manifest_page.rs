@@ -55,6 +55,7 @@ fn the_page_lists_every_field_with_its_default_and_no_other() {
     written["metadata"]["annotations"] = json!("none");
     written["spec"]["model"]["revision"] = json!("empty");
     written["spec"]["model"]["maxLengthTokens"] = json!("the model's own");
+    written["spec"]["router"]["apiKeysSecretName"] = json!("empty");
     written["metadata"]["name"] = json!("required");
     written["spec"]["model"]["name"] = json!("required");
     written["spec"]["model"]["source"]["pvc"] = json!({"claimName": "required", "path": "required"});

@@ -12,4 +12,5 @@ mod kill;
 mod kv_moves;
 mod lifecycle;
 mod pressure;
+mod security;
 mod up;
