@@ -4,6 +4,10 @@
 
 # Where the demo's router listens.
 HTTP ?= 127.0.0.1:8080
+# Which benches run.
+BENCH ?= engine router
+# Paired rounds of each.
+ROUNDS ?= 5
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -23,13 +27,11 @@ build: ## the binaries, into target/release
 test: ## the whole suite: lints, unit, golden, process and client tests
 	@python3 scripts/test.py
 
-test-long: ## what takes longer: soaks
+test-long: ## what takes longer: soaks, numerics, a public load generator
 	@python3 scripts/test.py --long
 
 lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh
 
-bench: demo ## the engine beside llama.cpp as ratios (builds llama.cpp once), then the demo under load
-	bench/run.sh
-	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 1
-	target/release/tandem bench chat --base-url http://$(HTTP) --concurrency 16
+bench: ## engine and router beside their peers, as ratios; builds the peers once (BENCH="engine", "router", "numerics" or "load" for a part)
+	@python3 bench/run.py $(BENCH) --rounds $(ROUNDS)

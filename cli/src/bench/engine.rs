@@ -33,6 +33,12 @@ pub struct EngineArgs {
     /// Seed of the random prompt tokens; each request's prompt is another one.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Sampling temperature; 0 picks the likeliest token.
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    temperature: f32,
+    /// Sample among the likeliest tokens with this much probability in all.
+    #[arg(long, default_value_t = 1.0, value_parser = top_p)]
+    top_p: f32,
     /// Seconds until the measurement is given up.
     #[arg(long, default_value_t = 300)]
     timeout_seconds: u64,
@@ -200,9 +206,9 @@ async fn one(
         request_id: format!("bench-{index}"),
         prompt_tokens: prompt(args, info.vocab_size, index),
         sampling: Some(proto::Sampling {
-            temperature: 0.0,
-            top_p: 1.0,
-            seed: 0,
+            temperature: args.temperature,
+            top_p: args.top_p,
+            seed: args.seed,
             ..proto::Sampling::default()
         }),
         max_new_tokens: args.output_tokens,
@@ -229,6 +235,25 @@ async fn one(
         });
     }
     Ok(times)
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    within(text, |value| (0.0..=2.0).contains(&value), "a number from 0 to 2")
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    within(
+        text,
+        |value| value > 0.0 && value <= 1.0,
+        "a number above 0 and at most 1",
+    )
+}
+
+fn within(text: &str, range: impl Fn(f32) -> bool, what: &str) -> Result<f32, String> {
+    text.parse()
+        .ok()
+        .filter(|value| range(*value))
+        .ok_or_else(|| format!("not {what}"))
 }
 
 /// Random ordinary tokens (xorshift), the same for the same seed; the first hundred ids are often special.
