@@ -8,6 +8,7 @@
 mod compute;
 mod dequantise;
 mod gguf;
+mod numerics;
 mod sched;
 mod sched_places;
 mod serve;
