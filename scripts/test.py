@@ -2,8 +2,8 @@
 
 usage: python3 scripts/test.py [--long]
 
-`--long` runs what does not fit into the everyday suite (soaks), in place of it. Under CI=true a skipped test is a
-failure. The closing line is also written to target/test-summary, for .ci/run.
+`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator), in place
+of it. Under CI=true a skipped test is a failure. The closing line is also written to target/test-summary, for .ci/run.
 """
 
 import argparse
@@ -49,7 +49,11 @@ EVERYDAY = [
         15,
     ),
 ]
-LONG = [Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 40)]
+LONG = [
+    Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 75),
+    Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
+    Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
+]
 
 CARGO = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored;")
 PYTEST = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|errors?|skipped|xfailed|xpassed|deselected|warnings?),? ?)+) ?in [\d.]+s")
@@ -124,7 +128,7 @@ def run(tier: Tier, env: dict[str, str]) -> Counts:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="runs the whole suite")
-    parser.add_argument("--long", action="store_true", help="run the soaks in place of the everyday suite")
+    parser.add_argument("--long", action="store_true", help="run what takes longer in place of the everyday suite")
     args = parser.parse_args()
 
     SUMMARY.parent.mkdir(exist_ok=True)
