@@ -285,7 +285,7 @@ pub enum Op {
         eps: f32,
         /// `[vocab_size, hidden_size]`.
         w: WeightId,
-        /// Workspace for the normed input.
+        /// Workspace for the normed input: two rows for each of logits.
         act: BufferId,
         /// `[outs][vocab_size]`, padded to whole panels, f32.
         logits: BufferId,

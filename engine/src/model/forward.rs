@@ -123,7 +123,11 @@ pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 20] {
         floats(rows, c.qkv_columns()),
         floats(rows, attended),
         floats(rows, c.intermediate_size),
-        act(c.hidden_size),
+        // the head's inputs come in two parts
+        BufferShape::Activation {
+            rows: rows.max(2 * outs),
+            k: c.hidden_size,
+        },
         act(attended),
         act(c.intermediate_size),
         floats(outs, c.vocab_size.next_multiple_of(8)),

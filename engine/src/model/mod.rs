@@ -33,9 +33,11 @@ mod weights;
 
 #[cfg(test)]
 #[path = "../../tests/it/tiny.rs"]
+#[allow(dead_code, reason = "tests of the whole crate use more of it")]
 mod tiny;
 
 pub use error::LoadError;
 pub use load::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS, load};
 pub use score::Scorer;
+pub(crate) use tensor::scale_and_min;
 pub use tensor::{Dtype, dequantise_row};

@@ -15,3 +15,4 @@ mod serve;
 mod support;
 mod tiny;
 mod transfer;
+mod types;

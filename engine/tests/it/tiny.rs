@@ -22,7 +22,12 @@ pub enum Kind {
     Bf16,
     Q4_0,
     Q4_1,
+    Q5_0,
+    Q5_1,
     Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
 }
 
 impl Kind {
@@ -32,7 +37,12 @@ impl Kind {
             Self::F16 => 1,
             Self::Q4_0 => 2,
             Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
             Self::Q8_0 => 8,
+            Self::Q4K => 12,
+            Self::Q5K => 13,
+            Self::Q6K => 14,
             Self::Bf16 => 30,
         }
     }
@@ -52,26 +62,99 @@ impl Kind {
                     out.extend(b.iter().map(|v| (v / d.max(1e-20)).round() as i8 as u8));
                 }
             }
-            Self::Q4_0 | Self::Q4_1 => {
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 => {
+                let levels = if matches!(self, Self::Q4_0 | Self::Q4_1) {
+                    15.0
+                } else {
+                    31.0
+                };
+                let has_min = matches!(self, Self::Q4_1 | Self::Q5_1);
                 for b in values.chunks_exact(32) {
-                    let (low, high) = b.iter().fold((f32::MAX, f32::MIN), |(l, h), v| (l.min(*v), h.max(*v)));
-                    let (d, m) = if self == Self::Q4_1 {
-                        ((high - low) / 15.0, low)
+                    let (low, high) = range(b);
+                    let (d, m) = if has_min {
+                        ((high - low) / levels, low)
                     } else {
-                        let d = low.abs().max(high.abs()) / 8.0;
-                        (d, -8.0 * d)
+                        let centre = if levels > 15.0 { 16.0 } else { 8.0 };
+                        let d = low.abs().max(high.abs()) / centre;
+                        (d, -centre * d)
                     };
                     out.extend(half(d));
-                    if self == Self::Q4_1 {
+                    if has_min {
                         out.extend(half(m));
                     }
-                    let q = |v: f32| ((v - m) / d.max(1e-20)).round().clamp(0.0, 15.0) as u8;
-                    out.extend((0..16).map(|i| q(b[i]) | q(b[i + 16]) << 4));
+                    let q = |i: usize| ((b[i] - m) / d.max(1e-20)).round().clamp(0.0, levels) as u8;
+                    if levels > 15.0 {
+                        let fifths = (0..32).fold(0u32, |all, i| all | u32::from(q(i) >> 4) << i);
+                        out.extend(fifths.to_le_bytes());
+                    }
+                    out.extend((0..16).map(|i| q(i) & 15 | q(i + 16) << 4));
                 }
             }
+            Self::Q4K => values.chunks_exact(256).for_each(|b| encode_k(b, 15.0, &mut out)),
+            Self::Q5K => values.chunks_exact(256).for_each(|b| encode_k(b, 31.0, &mut out)),
+            Self::Q6K => values.chunks_exact(256).for_each(|b| encode_q6k(b, &mut out)),
         }
         out
     }
+}
+
+/// Least and largest value.
+fn range(values: &[f32]) -> (f32, f32) {
+    values
+        .iter()
+        .fold((f32::MAX, f32::MIN), |(l, h), v| (l.min(*v), h.max(*v)))
+}
+
+/// 256 values in Q4_K or Q5_K.
+fn encode_k(values: &[f32], levels: f32, out: &mut Vec<u8>) {
+    let ranges: Vec<(f32, f32)> = values.chunks_exact(32).map(range).collect();
+    let most = |of: fn(&(f32, f32)) -> f32| ranges.iter().map(of).fold(1e-20, f32::max);
+    let (d, e) = (most(|(l, h)| h - l) / levels / 63.0, most(|(l, _)| -l) / 63.0);
+    let (mut packed, mut q) = ([0u8; 12], [0u8; 256]);
+    for (j, (low, high)) in ranges.iter().enumerate() {
+        let s = ((high - low) / levels / d).ceil().clamp(1.0, 63.0) as u8;
+        let m = (-low / e).ceil().clamp(0.0, 63.0) as u8;
+        if j < 4 {
+            packed[j] |= s;
+            packed[j + 4] |= m;
+        } else {
+            packed[j + 4] = s & 15 | m << 4;
+            packed[j - 4] |= s >> 4 << 6;
+            packed[j] |= m >> 4 << 6;
+        }
+        for i in 32 * j..32 * (j + 1) {
+            let v = (values[i] + e * f32::from(m)) / (d * f32::from(s));
+            q[i] = v.round().clamp(0.0, levels) as u8;
+        }
+    }
+    out.extend([d, e].into_iter().flat_map(|v| f16::from_f32(v).to_le_bytes()));
+    out.extend(packed);
+    if levels > 15.0 {
+        out.extend((0..32).map(|i| (0..8).fold(0, |all, j| all | q[32 * j + i] >> 4 << j)));
+    }
+    out.extend((0..128).map(|i| {
+        let at = i / 32 * 64 + i % 32;
+        q[at] & 15 | q[at + 32] << 4
+    }));
+}
+
+/// 256 values in Q6_K.
+fn encode_q6k(values: &[f32], out: &mut Vec<u8>) {
+    let size = |v: &[f32]| v.iter().fold(1e-20f32, |m, v| m.max(v.abs()));
+    let d = size(values) / 31.0 / 127.0;
+    let (mut nibbles, mut upper, mut scales) = ([0u8; 128], [0u8; 64], [0u8; 16]);
+    for (i, v) in values.iter().enumerate() {
+        let s = (size(&values[i / 16 * 16..][..16]) / 31.0 / d).ceil().clamp(1.0, 127.0);
+        scales[i / 16] = s as u8;
+        let q = ((v / (d * s)).round().clamp(-32.0, 31.0) + 32.0) as u8;
+        let (half, quarter, l) = (i / 128, i / 32 % 4, i % 32);
+        nibbles[half * 64 + quarter % 2 * 32 + l] |= (q & 15) << (quarter / 2 * 4);
+        upper[half * 32 + l] |= q >> 4 << (quarter * 2);
+    }
+    out.extend(nibbles);
+    out.extend(upper);
+    out.extend(scales);
+    out.extend(f16::from_f32(d).to_le_bytes());
 }
 
 /// A tensor to write.
@@ -158,6 +241,16 @@ impl File {
     pub fn set(&mut self, key: &str, value: Meta) {
         self.metadata.retain(|(k, _)| k != key);
         self.metadata.push((key.to_owned(), value));
+    }
+
+    /// Gives a matrix of `k` inputs fresh random weights in another type.
+    pub fn retype(&mut self, name: &str, kind: Kind, seed: u64) {
+        let t = self.tensor(name);
+        let n = t.dims.iter().product::<u64>() as usize;
+        let scale = (3.0 / t.dims[0] as f32).sqrt();
+        let mut random = Random(seed);
+        let values: Vec<f32> = (0..n).map(|_| scale * random.unit()).collect();
+        (t.kind, t.bytes) = (kind.id(), kind.encode(&values));
     }
 
     /// The tensor of this name.

@@ -1,13 +1,13 @@
 //! A matmul's inputs in the form that its matrix wants, made where the values are made.
 
+use super::layout::BLOCK;
+
 /// The forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActKind {
-    /// int8 with a scale per block of 32, for nibble panels.
+    /// int8 with a scale per block of 32, for quantised weights.
     Int8,
-    /// int16 with a scale per row, for byte panels: 100 times the precision of int8 at the same speed on AVX2.
-    Int16,
-    /// f32 as it is, for float panels.
+    /// f32 as it is, for floats.
     Float,
 }
 
@@ -19,8 +19,10 @@ pub struct BlockScale {
     pub d: f32,
     /// Scale x sum of q, for the minimums.
     pub s: f32,
-    /// -8 x sum of q: where a sum over unsigned q_w starts to be one over q_w - 8.
+    /// -8 x sum of q: where a sum over unsigned q_w starts to be one over q_w - 8. Shifted left for other centres.
     pub start: i32,
+    /// -8 x sum of the first 16 q, for weights that have two scales a block.
+    pub first: i32,
 }
 
 /// int8 inputs. Rows follow each other.
@@ -34,15 +36,21 @@ pub struct Int8 {
     pub k: usize,
 }
 
-/// int16 inputs with one scale a row.
-#[derive(Debug, Clone, Copy)]
-pub struct Int16 {
-    /// `[rows][k]`.
-    pub q: *mut i16,
-    /// `[rows]` scales.
-    pub d: *mut f32,
-    /// Values a row.
-    pub k: usize,
+impl Int8 {
+    /// Takes what row `row` stands for off `x`: what is left is what rounding lost. `flip` as the row was quantised with.
+    ///
+    /// # Safety
+    /// The row, and as many values at `x`.
+    pub unsafe fn subtract(&self, row: usize, x: *mut f32, flip: u8) {
+        for i in 0..self.k {
+            // SAFETY: the caller's.
+            unsafe {
+                let q = *self.q.add(row * self.k + i) as u8 ^ flip;
+                let d = (*self.scales.add((row * self.k + i) / BLOCK)).d;
+                *x.add(i) -= d * f32::from(q as i8);
+            }
+        }
+    }
 }
 
 /// f32 inputs.
@@ -65,8 +73,8 @@ pub struct Act {
 impl Act {
     /// Bytes that hold `rows` x `k` inputs in any form.
     pub const fn bytes(rows: usize, k: usize) -> usize {
-        // f32 is the widest; int16 adds a scale a row, int8 stays below
-        rows * k * 4 + rows * 4 + 64
+        // f32 is the widest; int8 and its scales stay below
+        rows * k * 4 + 64
     }
 
     /// A view of memory of at least [`Act::bytes`], aligned to 64.
@@ -82,19 +90,6 @@ impl Act {
         Int8 {
             q: self.start.cast(),
             scales: scales.cast(),
-            k: self.k,
-        }
-    }
-
-    /// As int16.
-    pub fn int16(self) -> Int16 {
-        let d = self
-            .start
-            .wrapping_add((self.rows * self.k * 2).next_multiple_of(4))
-            .cast();
-        Int16 {
-            q: self.start.cast(),
-            d,
             k: self.k,
         }
     }

@@ -1,7 +1,8 @@
 //! What is checked of an op when it is put into the queue, so that the workers need not.
 
 use super::device::{Device, Weight};
-use super::pack::{BLOCK, LANES, Panels};
+use super::layout::{BLOCK, LANES};
+use super::pack::Panels;
 use crate::backend::{BufferId, BufferShape, Heads, Op, WeightId};
 use crate::sample::logprob::LOGPROB_WORDS;
 use crate::sample::words::SAMPLING_WORDS;
@@ -132,7 +133,8 @@ impl Device {
                 let w = self.matrix(w);
                 assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
                 floats(x, outs, w.k());
-                act(a, outs, w.k());
+                // int8 inputs of the head come in two parts
+                act(a, 2 * outs, w.k());
                 floats(logits, outs, padded(w));
             }
             Op::Sample {

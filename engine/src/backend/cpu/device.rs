@@ -5,8 +5,9 @@ use std::sync::Arc;
 use super::act::Act;
 use super::kernels::{Isa, Kernels, MATMUL_SCRATCH};
 use super::kv::KvPool;
+use super::layout::LANES;
 use super::memory::Memory;
-use super::pack::{LANES, Panels};
+use super::pack::Panels;
 use super::pool::Pool;
 use super::step;
 use crate::backend::{Backend, BackendError, BufferId, BufferShape, Context, KvShape, Op, Row, WeightId};
@@ -35,7 +36,7 @@ pub(super) struct Scratch {
     pub(super) gate_up: Memory,
     /// Attention's own, and the output of a tile behind it.
     pub(super) attention: Memory,
-    /// One row as a matmul's input.
+    /// One row as a matmul's input, and what rounding lost of it.
     pub(super) act: Memory,
     /// A row of logits, adjusted.
     pub(super) adjusted: Memory,
@@ -150,7 +151,7 @@ impl Cpu {
                     step::attention_scratch(sizes.dim, sizes.group) * 4,
                     false,
                 )?,
-                act: Memory::zeroed("one row's input", Act::bytes(1, sizes.row), false)?,
+                act: Memory::zeroed("one row's input", Act::bytes(2, sizes.row), false)?,
                 adjusted: Memory::zeroed("an adjusted row", sizes.columns * 4, false)?,
                 candidates: Memory::zeroed("sampling candidates", sizes.columns * 8, false)?,
             });

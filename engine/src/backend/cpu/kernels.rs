@@ -4,10 +4,9 @@
 //! bits (integer sums are exact, the f32 chain per block is the same); the others agree within rounding, and each is the same
 //! function of one row alone at any batch size.
 
-use std::ops::Range;
-
-use super::act::{Float, Int8, Int16};
-use super::pack::Panels;
+use super::act::{Float, Int8};
+use super::layout::LANES;
+use super::pack::Part;
 use super::{avx2, avx512, scalar};
 use crate::backend::BackendError;
 
@@ -106,6 +105,17 @@ pub struct Out {
     pub add: bool,
 }
 
+impl Out {
+    /// Where row 0 of panel `p` goes.
+    ///
+    /// # Safety
+    /// The panel is one of those that were asked for.
+    pub unsafe fn panel(&self, p: usize) -> *mut f32 {
+        // SAFETY: the caller's.
+        unsafe { self.ptr.add((p - self.first_panel) * LANES) }
+    }
+}
+
 /// Consecutive tokens of one sequence against one KV head and the query heads that share it.
 #[derive(Clone, Copy)]
 pub struct Attention<'a> {
@@ -173,14 +183,10 @@ pub struct Kernels {
     /// Quantises `blocks` blocks of 32 into `a`, row `row`, from block `first` on; `flip` 0x80 stores q + 128, 0 q.
     /// A block with NaN or infinity gets that as its scale, so that it is seen in every result.
     pub quantise8: unsafe fn(x: *const f32, blocks: usize, a: &Int8, row: usize, first: usize, flip: u8),
-    /// Quantises row `row` of `a`.
-    pub quantise16: unsafe fn(x: *const f32, a: &Int16, row: usize),
-    /// Nibble panels times int8 rows. `scratch`: [`MATMUL_SCRATCH`] bytes, aligned to 32.
-    pub matmul_nibble: unsafe fn(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize, out: Out, scratch: *mut u8),
-    /// Byte panels times int16 rows.
-    pub matmul_byte: unsafe fn(w: &Panels, panels: Range<usize>, a: &Int16, rows: usize, out: Out, scratch: *mut u8),
+    /// Quantised panels times int8 rows. `scratch`: [`MATMUL_SCRATCH`] bytes, aligned to 32.
+    pub matmul_int8: unsafe fn(w: &Part, a: &Int8, rows: usize, out: Out, scratch: *mut u8),
     /// Float panels times f32 rows; any `k`.
-    pub matmul_float: unsafe fn(w: &Panels, panels: Range<usize>, a: &Float, rows: usize, out: Out),
+    pub matmul_float: unsafe fn(w: &Part, a: &Float, rows: usize, out: Out),
     /// Rotates neighbouring pairs of `dim` values in place and scales them; `table`: cos and sin in turn.
     pub rope: unsafe fn(x: *mut f32, dim: usize, table: *const f32, scale: f32),
     /// Stores one token's key (lane `k` of a panel, elements 8 apart) and value (contiguous) as f16.

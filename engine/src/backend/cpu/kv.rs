@@ -6,8 +6,8 @@
 use crate::backend::{BackendError, KvShape};
 use crate::exec::{KvError, KvRun, KvStore, PageId};
 
+use super::layout::LANES;
 use super::memory::Memory;
-use super::pack::LANES;
 
 const _: () = assert!(
     cfg!(target_endian = "little"),

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `memory.rs` | aligned memory |
 //! | `pool.rs` | the worker threads and their barrier |
+//! | `layout.rs` | how a quantised block lies in a panel |
 //! | `pack.rs` | weights as panels of 8 outputs |
 //! | `act.rs` | activations in the form that a matrix wants |
 //! | `kv.rs` | the paged KV pool and its canonical bytes |
@@ -21,6 +22,7 @@ mod check;
 mod device;
 mod kernels;
 mod kv;
+mod layout;
 mod memory;
 mod pack;
 mod pool;

@@ -1,90 +1,119 @@
 //! Weights as panels of 8 outputs, packed once while loading.
 //!
 //! In a panel each vector lane is one output, so a matmul needs no horizontal sum and a row's result is one chain of f32 operations,
-//! the same in every kernel. Bytes of one block of 32 inputs, 8 outputs:
-//!
-//! | kind | bytes | content |
-//! | --- | --- | --- |
-//! | Nibble | 160 | 4 lines of 32: lane r, byte i = q(8j+i) low, q(8j+4+i) high; 8 f16 scales; 8 f16 minimums |
-//! | Byte | 272 | 16 lines of 16: lane r = q(2g), q(2g+1); 8 f16 scales |
-//!
-//! Float panels are `[k][8]` of the file's own element type. Outputs beyond the last are zeros.
+//! the same in every kernel. What a quantised panel holds: `layout.rs`. Float panels are `[k][8]` of the file's own element type.
+//! Outputs beyond the last are zeros. A matrix may be of several types (a `Q4_K_M` file has queries and keys in one, values in
+//! another): its panels lie in parts of one type each.
 
-use half::{bf16, f16};
+use std::ops::Range;
 
 use super::act::ActKind;
+use super::layout::{BLOCK, LANES, LaneBlock, Layout, pack_row};
 use super::memory::Memory;
 use super::pool::{Pool, share};
 use crate::backend::{BackendError, Row};
-use crate::model::Dtype;
-
-/// Outputs of a panel.
-pub const LANES: usize = 8;
-/// Inputs of a quantised block.
-pub const BLOCK: usize = 32;
-/// Bytes of a block of a nibble panel.
-pub const NIBBLE_BLOCK: usize = 160;
-/// Bytes of a block of a byte panel.
-pub const BYTE_BLOCK: usize = 272;
-
-/// How the weights of a panel are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PanelKind {
-    /// Four bits, scale and minimum (Q4_1; Q4_0 with minimum -8 d).
-    Nibble,
-    /// Eight bits and scale (Q8_0).
-    Byte,
-    /// f32.
-    F32,
-    /// f16.
-    F16,
-    /// bf16.
-    Bf16,
-}
+use crate::model::{Dtype, dequantise_row};
 
 /// A packed matrix of `n` outputs and `k` inputs.
 pub struct Panels {
-    kind: PanelKind,
     k: usize,
     n: usize,
+    parts: Vec<Segment>,
     data: Memory,
 }
 
-impl PanelKind {
-    /// The kind that holds rows of these types without loss.
-    fn of(dtypes: &(impl Iterator<Item = Dtype> + Clone)) -> Self {
-        let all = |accept: fn(Dtype) -> bool| dtypes.clone().all(accept);
-        if all(|d| matches!(d, Dtype::Q4_0 | Dtype::Q4_1)) {
-            Self::Nibble
-        } else if all(|d| d == Dtype::Q8_0) {
-            Self::Byte
-        } else if all(|d| d == Dtype::F16) {
-            Self::F16
-        } else if all(|d| d == Dtype::Bf16) {
-            Self::Bf16
-        } else {
-            Self::F32
-        }
+/// Consecutive panels of one type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Segment {
+    dtype: Dtype,
+    panels: Range<usize>,
+    /// Of the first panel, in bytes.
+    offset: usize,
+}
+
+/// Some consecutive panels of one type, as a kernel sees them.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// The type of their weights.
+    pub dtype: Dtype,
+    /// Where the first of them stands among the matrix's panels.
+    pub first: usize,
+    /// How many there are.
+    pub panels: usize,
+    /// Bytes from one to the next.
+    pub stride: usize,
+    data: *const u8,
+}
+
+impl Part {
+    /// The first byte of panel `i` of these.
+    pub fn panel(&self, i: usize) -> *const u8 {
+        debug_assert!(i < self.panels, "panel {i} of {}", self.panels);
+        self.data.wrapping_add(i * self.stride)
     }
 
-    /// Bytes of a panel of `k` inputs.
-    const fn panel_bytes(self, k: usize) -> usize {
-        match self {
-            Self::Nibble => k / BLOCK * NIBBLE_BLOCK,
-            Self::Byte => k / BLOCK * BYTE_BLOCK,
-            Self::F32 => k * LANES * 4,
-            Self::F16 | Self::Bf16 => k * LANES * 2,
+    /// What follows the first `panels` panels.
+    pub fn skip(&self, panels: usize) -> Self {
+        Self {
+            first: self.first + panels,
+            panels: self.panels - panels,
+            data: self.data.wrapping_add(panels * self.stride),
+            ..*self
         }
     }
+}
 
-    /// The inputs that this kind is multiplied with.
-    pub const fn act(self) -> ActKind {
-        match self {
-            Self::Nibble => ActKind::Int8,
-            Self::Byte => ActKind::Int16,
-            Self::F32 | Self::F16 | Self::Bf16 => ActKind::Float,
+/// Bytes of a panel of `k` inputs.
+const fn panel_bytes(dtype: Dtype, k: usize) -> usize {
+    match Layout::of(dtype) {
+        Some(l) => k / (l.blocks * BLOCK) * l.unit(),
+        None => k * LANES * dtype.block().1,
+    }
+}
+
+/// The inputs that weights of a type are multiplied with.
+const fn act_of(dtype: Dtype) -> ActKind {
+    match Layout::of(dtype) {
+        Some(_) => ActKind::Int8,
+        None => ActKind::Float,
+    }
+}
+
+/// Cuts rows of these types, so many of each, into parts of one type. Where 8 outputs are of several types, or some are quantised
+/// and some are not, everything becomes f32: a panel has one type, and a matmul one kind of inputs.
+fn segments(rows: &[(Dtype, usize)], k: usize) -> Vec<Segment> {
+    let mut parts: Vec<Segment> = Vec::new();
+    let (mut n, mut offset) = (0, 0);
+    let mut whole = true;
+    for &(dtype, count) in rows.iter().filter(|(_, count)| *count > 0) {
+        match parts.last_mut() {
+            Some(last) if last.dtype == dtype => {}
+            _ => {
+                whole &= n % LANES == 0;
+                parts.push(Segment {
+                    dtype,
+                    panels: n.div_ceil(LANES)..0,
+                    offset: 0,
+                });
+            }
+        }
+        n += count;
+        if let Some(last) = parts.last_mut() {
+            last.panels.end = n.div_ceil(LANES);
         }
     }
+    if !whole || parts.iter().any(|p| act_of(p.dtype) != act_of(parts[0].dtype)) {
+        parts = vec![Segment {
+            dtype: Dtype::F32,
+            panels: 0..n.div_ceil(LANES),
+            offset: 0,
+        }];
+    }
+    for part in &mut parts {
+        part.offset = offset;
+        offset += part.panels.len() * panel_bytes(part.dtype, k);
+    }
+    parts
 }
 
 /// Lets workers write disjoint panels through a shared reference.
@@ -112,32 +141,36 @@ impl Panels {
                 )));
             }
         }
-        let (kind, n) = (PanelKind::of(&rows.iter().map(|r| r.dtype)), rows.len());
-        let (panels, bytes) = (n.div_ceil(LANES), kind.panel_bytes(k));
-        let data = Memory::zeroed("weights", panels * bytes, true)?;
+        let types: Vec<(Dtype, usize)> = rows.iter().map(|r| (r.dtype, 1)).collect();
+        let (parts, n) = (segments(&types, k), rows.len());
+        let data = Memory::zeroed("weights", bytes(&parts, k), true)?;
         let target = Target(data.ptr());
         let threads = pool.threads();
         let pack = |t: usize| {
-            for p in share(panels, 1, t, threads) {
-                let own = &rows[p * LANES..n.min((p + 1) * LANES)];
-                // SAFETY: panel p lies inside `data` and belongs to this worker alone.
-                pack_panel(kind, own, unsafe { target.slice(p * bytes, bytes) });
+            for part in &parts {
+                let stride = panel_bytes(part.dtype, k);
+                for i in share(part.panels.len(), 1, t, threads) {
+                    let p = part.panels.start + i;
+                    let own = &rows[p * LANES..n.min((p + 1) * LANES)];
+                    // SAFETY: panel p lies inside `data` and belongs to this worker alone.
+                    pack_panel(part.dtype, own, unsafe {
+                        target.slice(part.offset + i * stride, stride)
+                    });
+                }
             }
         };
         pool.run(|| pack(0), &pack);
-        Ok(Self { kind, k, n, data })
+        Ok(Self { k, n, parts, data })
     }
 
-    /// Bytes that rows of these types, of `k` values each, are packed into.
+    /// Bytes that rows of these types, so many of each, take with `k` values a row.
     pub fn bytes(rows: &[(Dtype, usize)], k: usize) -> u64 {
-        let n: usize = rows.iter().map(|(_, n)| n).sum();
-        let kind = PanelKind::of(&rows.iter().map(|(dtype, _)| *dtype));
-        n.div_ceil(LANES) as u64 * kind.panel_bytes(k) as u64
+        bytes(&segments(rows, k), k) as u64
     }
 
-    /// How the weights are stored.
-    pub fn kind(&self) -> PanelKind {
-        self.kind
+    /// The inputs that this matrix is multiplied with.
+    pub fn act(&self) -> ActKind {
+        self.parts.first().map_or(ActKind::Float, |p| act_of(p.dtype))
     }
 
     /// Inputs.
@@ -155,117 +188,83 @@ impl Panels {
         self.n.div_ceil(LANES)
     }
 
-    /// Bytes of one panel.
-    pub fn panel_bytes(&self) -> usize {
-        self.kind.panel_bytes(self.k)
-    }
-
-    /// The first byte of panel `p`.
-    pub fn panel(&self, p: usize) -> *const u8 {
-        debug_assert!(p < self.panels(), "panel {p} of {}", self.panels());
-        self.data.ptr::<u8>().wrapping_add(p * self.panel_bytes())
+    /// The parts that make up `panels`.
+    pub fn parts(&self, panels: Range<usize>) -> impl Iterator<Item = Part> {
+        // gate and up may differ in type, and lie in turn: there are as many parts as groups of them then
+        let from = self.parts.partition_point(|p| p.panels.end <= panels.start);
+        self.parts[from..]
+            .iter()
+            .take_while(move |p| p.panels.start < panels.end)
+            .map(move |p| {
+                let first = p.panels.start.max(panels.start);
+                let stride = panel_bytes(p.dtype, self.k);
+                Part {
+                    dtype: p.dtype,
+                    first,
+                    panels: p.panels.end.min(panels.end) - first,
+                    stride,
+                    data: self
+                        .data
+                        .ptr::<u8>()
+                        .wrapping_add(p.offset + (first - p.panels.start) * stride),
+                }
+            })
     }
 
     /// Row `r` as f32: an embedding, and the oracle of the tests.
     pub fn row(&self, r: usize, out: &mut [f32]) {
         assert!(r < self.n && out.len() == self.k, "row {r} of {} x {}", self.n, self.k);
-        let lane = r % LANES;
-        // SAFETY: the panel lies inside `data`, and weights are never written after packing.
-        let panel = unsafe { std::slice::from_raw_parts(self.panel(r / LANES), self.panel_bytes()) };
-        let half = |b: &[u8], at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f32();
-        match self.kind {
-            PanelKind::Nibble => {
-                for (o, b) in out.chunks_exact_mut(BLOCK).zip(panel.chunks_exact(NIBBLE_BLOCK)) {
-                    let (d, m) = (half(b, 128 + 2 * lane), half(b, 144 + 2 * lane));
-                    for (j, o) in o.chunks_exact_mut(8).enumerate() {
-                        for i in 0..4 {
-                            let q = b[j * 32 + lane * 4 + i];
-                            o[i] = d * f32::from(q & 15) + m;
-                            o[4 + i] = d * f32::from(q >> 4) + m;
-                        }
-                    }
-                }
-            }
-            PanelKind::Byte => {
-                for (o, b) in out.chunks_exact_mut(BLOCK).zip(panel.chunks_exact(BYTE_BLOCK)) {
-                    let d = half(b, 256 + 2 * lane);
-                    for (g, o) in o.chunks_exact_mut(2).enumerate() {
-                        o[0] = d * f32::from(b[g * 16 + lane * 2] as i8);
-                        o[1] = d * f32::from(b[g * 16 + lane * 2 + 1] as i8);
-                    }
-                }
-            }
-            PanelKind::F32 => {
-                for (o, b) in out.iter_mut().zip(panel.chunks_exact(LANES * 4)) {
-                    let b = &b[lane * 4..];
-                    *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                }
-            }
-            PanelKind::F16 => {
-                for (o, b) in out.iter_mut().zip(panel.chunks_exact(LANES * 2)) {
-                    *o = half(b, lane * 2);
-                }
-            }
-            PanelKind::Bf16 => {
-                for (o, b) in out.iter_mut().zip(panel.chunks_exact(LANES * 2)) {
-                    *o = bf16::from_le_bytes([b[lane * 2], b[lane * 2 + 1]]).to_f32();
-                }
-            }
+        let (p, lane) = (r / LANES, r % LANES);
+        for part in self.parts(p..p + 1) {
+            // SAFETY: the panel lies inside `data`, and weights are never written after packing.
+            let panel = unsafe { std::slice::from_raw_parts(part.panel(0), part.stride) };
+            panel_row(part.dtype, panel, lane, out);
         }
     }
 }
 
-fn pack_panel(kind: PanelKind, rows: &[Row<'_>], out: &mut [u8]) {
-    match kind {
-        PanelKind::Nibble => rows.iter().enumerate().for_each(|(lane, r)| pack_nibbles(r, lane, out)),
-        PanelKind::Byte => {
-            for (lane, r) in rows.iter().enumerate() {
-                for (o, b) in out.chunks_exact_mut(BYTE_BLOCK).zip(r.bytes.chunks_exact(34)) {
-                    for g in 0..16 {
-                        o[g * 16 + lane * 2..][..2].copy_from_slice(&b[2 + 2 * g..][..2]);
-                    }
-                    o[256 + lane * 2..][..2].copy_from_slice(&b[..2]);
-                }
+fn bytes(parts: &[Segment], k: usize) -> usize {
+    parts.iter().map(|p| p.panels.len() * panel_bytes(p.dtype, k)).sum()
+}
+
+/// Output `lane` of a panel.
+fn panel_row(dtype: Dtype, panel: &[u8], lane: usize, out: &mut [f32]) {
+    if let Some(layout) = Layout::of(dtype) {
+        for (b, o) in out.chunks_exact_mut(BLOCK).enumerate() {
+            let block = LaneBlock::read(dtype, &layout, panel, b, lane);
+            for (i, o) in o.iter_mut().enumerate() {
+                let (d, q) = (block.d[i / 16], block.q[i]);
+                *o = match block.min {
+                    Some(m) => d * f32::from(q) + m,
+                    None => d * f32::from(i16::from(q) - i16::from(layout.centre)),
+                };
             }
         }
-        PanelKind::F16 | PanelKind::Bf16 => {
-            for (lane, r) in rows.iter().enumerate() {
-                for (o, b) in out.chunks_exact_mut(LANES * 2).zip(r.bytes.chunks_exact(2)) {
-                    o[lane * 2..][..2].copy_from_slice(b);
-                }
-            }
-        }
-        PanelKind::F32 => {
-            let mut values = vec![0.0; out.len() / (LANES * 4)];
-            for (lane, r) in rows.iter().enumerate() {
-                crate::model::dequantise_row(r.dtype, r.bytes, &mut values);
-                for (o, v) in out.chunks_exact_mut(LANES * 4).zip(&values) {
-                    o[lane * 4..][..4].copy_from_slice(&v.to_le_bytes());
-                }
-            }
-        }
+        return;
+    }
+    let size = dtype.block().1;
+    for (o, b) in out.iter_mut().zip(panel.chunks_exact(LANES * size)) {
+        dequantise_row(dtype, &b[lane * size..][..size], std::slice::from_mut(o));
     }
 }
 
-fn pack_nibbles(row: &Row<'_>, lane: usize, out: &mut [u8]) {
-    const LOW: u32 = 0x0f0f_0f0f;
-    let (_, bytes) = row.dtype.block();
-    for (o, b) in out.chunks_exact_mut(NIBBLE_BLOCK).zip(row.bytes.chunks_exact(bytes)) {
-        let q = &b[bytes - 16..];
-        let word = |i: usize| u32::from_le_bytes([q[i], q[i + 1], q[i + 2], q[i + 3]]);
-        for j in 0..2 {
-            let (a, b) = (word(8 * j), word(8 * j + 4));
-            // inputs 0..16 are the file's low nibbles, 16..32 its high ones
-            o[j * 32 + lane * 4..][..4].copy_from_slice(&((a & LOW) | (b & LOW) << 4).to_le_bytes());
-            o[(j + 2) * 32 + lane * 4..][..4].copy_from_slice(&((a >> 4 & LOW) | (b & !LOW)).to_le_bytes());
+fn pack_panel(dtype: Dtype, rows: &[Row<'_>], out: &mut [u8]) {
+    if let Some(layout) = Layout::of(dtype) {
+        for (lane, r) in rows.iter().enumerate() {
+            pack_row(dtype, &layout, r.bytes, lane, out);
         }
-        o[128 + lane * 2..][..2].copy_from_slice(&b[..2]);
-        let min = if row.dtype == Dtype::Q4_1 {
-            [b[2], b[3]]
+        return;
+    }
+    let size = dtype.block().1;
+    let mut values = vec![0.0; out.len() / (LANES * size)];
+    for (lane, r) in rows.iter().enumerate() {
+        let mut put = |i: usize, b: &[u8]| out[(i * LANES + lane) * size..][..size].copy_from_slice(b);
+        if r.dtype == dtype {
+            r.bytes.chunks_exact(size).enumerate().for_each(|(i, b)| put(i, b));
         } else {
-            // exact: three steps of the exponent (a scale above 8188, which no weight has, becomes infinite and is seen at the logits)
-            f16::from_f32(-8.0 * f16::from_le_bytes([b[0], b[1]]).to_f32()).to_le_bytes()
-        };
-        o[144 + lane * 2..][..2].copy_from_slice(&min);
+            // what else stands in an f32 panel
+            dequantise_row(r.dtype, r.bytes, &mut values);
+            values.iter().enumerate().for_each(|(i, v)| put(i, &v.to_le_bytes()));
+        }
     }
 }

@@ -1,22 +1,21 @@
 //! The reference kernels: plain loops, one output or one value at a time. Also what runs on a CPU without AVX2.
 
-use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 use half::{bf16, f16};
 
-use super::act::{BlockScale, Float, Int8, Int16};
+use super::act::{BlockScale, Float, Int8};
 use super::kernels::{Attention, KEY_BLOCK, Kernels, Out, TINY, inverse_rms};
-use super::pack::{BLOCK, BYTE_BLOCK, LANES, NIBBLE_BLOCK, PanelKind, Panels};
+use super::layout::{BLOCK, Form, LANES, LaneBlock, Layout};
+use super::pack::Part;
+use crate::model::Dtype;
 
 /// The table.
 pub const KERNELS: Kernels = Kernels {
     many_rows: MANY_ROWS,
     rms_norm,
     quantise8,
-    quantise16,
-    matmul_nibble,
-    matmul_byte,
+    matmul_int8,
     matmul_float,
     rope,
     write_kv,
@@ -57,10 +56,10 @@ unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, first: u
         };
         let amax = largest(x);
         let inv = if amax > TINY { 127.0 / amax } else { 0.0 };
-        let mut sum = 0;
+        let mut sums = [0; 2];
         for i in 0..BLOCK {
             let v = (x[i] * inv).round_ties_even() as i32;
-            sum += v;
+            sums[i / 16] += v;
             q[i] = v as i8 as u8 ^ flip;
         }
         let d = amax * (1.0 / 127.0);
@@ -68,29 +67,18 @@ unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, first: u
         unsafe {
             *a.scales.add(at) = BlockScale {
                 d,
-                s: d * sum as f32,
-                start: -8 * sum,
+                s: d * (sums[0] + sums[1]) as f32,
+                start: -8 * (sums[0] + sums[1]),
+                first: -8 * sums[0],
             }
         };
     }
 }
 
-unsafe fn quantise16(x: *const f32, a: &Int16, row: usize) {
-    // SAFETY: k values each.
-    let (x, q) = unsafe { (from_raw_parts(x, a.k), from_raw_parts_mut(a.q.add(row * a.k), a.k)) };
-    let amax = largest(x);
-    let inv = if amax > TINY { 32767.0 / amax } else { 0.0 };
-    for (q, x) in q.iter_mut().zip(x) {
-        *q = (x * inv).round_ties_even() as i16;
-    }
-    // SAFETY: one scale a row.
-    unsafe { *a.d.add(row) = amax * (1.0 / 32767.0) };
-}
-
 unsafe fn put(out: &Out, panel: usize, row: usize, lane: usize, value: f32) {
     // SAFETY: the caller's `out` covers the panels and rows it asked for.
     unsafe {
-        let o = out.ptr.add(row * out.ld + (panel - out.first_panel) * LANES + lane);
+        let o = out.panel(panel).add(row * out.ld + lane);
         *o = if out.add { *o + value } else { value };
     }
 }
@@ -99,16 +87,20 @@ fn half(b: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
 }
 
-unsafe fn matmul_nibble(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize, out: Out, _scratch: *mut u8) {
+unsafe fn matmul_int8(w: &Part, a: &Int8, rows: usize, out: Out, _scratch: *mut u8) {
+    let Some(layout) = Layout::of(w.dtype) else { return };
     let flip = if rows >= MANY_ROWS { 0x80 } else { 0 };
     let nb = a.k / BLOCK;
-    for p in panels {
-        // SAFETY: panel p of the matrix.
-        let panel = unsafe { from_raw_parts(w.panel(p), w.panel_bytes()) };
-        for m in 0..rows {
-            for lane in 0..LANES {
+    let centre = f32::from(layout.centre);
+    for p in 0..w.panels {
+        // SAFETY: panel p of the part.
+        let panel = unsafe { from_raw_parts(w.panel(p), w.stride) };
+        for lane in 0..LANES {
+            let blocks = (0..nb).map(|b| LaneBlock::read(w.dtype, &layout, panel, b, lane));
+            let blocks: Vec<LaneBlock> = blocks.collect();
+            for m in 0..rows {
                 let mut acc = 0.0f32;
-                for (b, block) in panel.chunks_exact(NIBBLE_BLOCK).enumerate() {
+                for (b, block) in blocks.iter().enumerate() {
                     let at = m * nb + b;
                     // SAFETY: block b of row m.
                     let (q, scale) = unsafe {
@@ -117,53 +109,36 @@ unsafe fn matmul_nibble(w: &Panels, panels: Range<usize>, a: &Int8, rows: usize,
                             *a.scales.add(at),
                         )
                     };
-                    let mut sum = 0i32;
+                    let mut sums = [0i32; 2];
                     for i in 0..BLOCK {
-                        let byte = block[i / 8 * 32 + lane * 4 + i % 4];
-                        let weight = if i % 8 < 4 { byte & 15 } else { byte >> 4 };
-                        sum += (i32::from(weight) - 8) * i32::from((q[i] ^ flip) as i8);
+                        let weight = i32::from(block.q[i]) - i32::from(layout.centre);
+                        sums[i / 16] += weight * i32::from((q[i] ^ flip) as i8);
                     }
-                    let (dw, min) = (half(block, 128 + lane * 2), half(block, 144 + lane * 2));
-                    acc = (sum as f32 * scale.d).mul_add(dw, acc);
-                    acc = dw.mul_add(8.0, min).mul_add(scale.s, acc);
+                    let mut add = |sum: i32, d: f32| acc = (sum as f32 * scale.d).mul_add(d, acc);
+                    if layout.form == Form::Halves {
+                        add(sums[0], block.d[0]);
+                        add(sums[1], block.d[1]);
+                    } else {
+                        add(sums[0] + sums[1], block.d[0]);
+                    }
+                    if let Some(min) = block.min {
+                        acc = block.d[0].mul_add(centre, min).mul_add(scale.s, acc);
+                    }
                 }
                 // SAFETY: the caller's `out`.
-                unsafe { put(&out, p, m, lane, acc) };
+                unsafe { put(&out, w.first + p, m, lane, acc) };
             }
         }
     }
 }
 
-unsafe fn matmul_byte(w: &Panels, panels: Range<usize>, a: &Int16, rows: usize, out: Out, _scratch: *mut u8) {
-    for p in panels {
-        // SAFETY: panel p of the matrix.
-        let panel = unsafe { from_raw_parts(w.panel(p), w.panel_bytes()) };
-        for m in 0..rows {
-            // SAFETY: row m.
-            let (q, d) = unsafe { (from_raw_parts(a.q.add(m * a.k), a.k), *a.d.add(m)) };
-            for lane in 0..LANES {
-                let mut acc = 0.0f32;
-                for (block, q) in panel.chunks_exact(BYTE_BLOCK).zip(q.chunks_exact(BLOCK)) {
-                    let mut sum = 0i32;
-                    for i in 0..BLOCK {
-                        sum += i32::from(block[i / 2 * 16 + lane * 2 + i % 2] as i8) * i32::from(q[i]);
-                    }
-                    acc = (sum as f32).mul_add(half(block, 256 + lane * 2), acc);
-                }
-                // SAFETY: the caller's `out`.
-                unsafe { put(&out, p, m, lane, acc * d) };
-            }
-        }
-    }
-}
-
-unsafe fn matmul_float(w: &Panels, panels: Range<usize>, a: &Float, rows: usize, out: Out) {
-    for p in panels {
-        // SAFETY: panel p of the matrix.
-        let panel = unsafe { from_raw_parts(w.panel(p), w.panel_bytes()) };
-        let weight = |i: usize| match w.kind() {
-            PanelKind::F16 => half(panel, i * 2),
-            PanelKind::Bf16 => bf16::from_le_bytes([panel[i * 2], panel[i * 2 + 1]]).to_f32(),
+unsafe fn matmul_float(w: &Part, a: &Float, rows: usize, out: Out) {
+    for p in 0..w.panels {
+        // SAFETY: panel p of the part.
+        let panel = unsafe { from_raw_parts(w.panel(p), w.stride) };
+        let weight = |i: usize| match w.dtype {
+            Dtype::F16 => half(panel, i * 2),
+            Dtype::Bf16 => bf16::from_le_bytes([panel[i * 2], panel[i * 2 + 1]]).to_f32(),
             _ => f32::from_le_bytes([panel[i * 4], panel[i * 4 + 1], panel[i * 4 + 2], panel[i * 4 + 3]]),
         };
         for m in 0..rows {
@@ -175,7 +150,7 @@ unsafe fn matmul_float(w: &Panels, panels: Range<usize>, a: &Float, rows: usize,
                     acc = weight(i * LANES + lane).mul_add(*x, acc);
                 }
                 // SAFETY: the caller's `out`.
-                unsafe { put(&out, p, m, lane, acc) };
+                unsafe { put(&out, w.first + p, m, lane, acc) };
             }
         }
     }

@@ -6,7 +6,8 @@
 use super::act::{Act, ActKind};
 use super::device::{Device, Scratch};
 use super::kernels::{Attention, Out, QUERY_ROWS};
-use super::pack::{BLOCK, LANES, Panels};
+use super::layout::{BLOCK, LANES};
+use super::pack::Panels;
 use super::pool::{Barrier, share};
 use crate::backend::{Batch, BufferId, BufferShape, Heads, NONE_ALLOWED, NOT_FINITE, Op, Ready, SEQ_WORDS, WeightId};
 use crate::exec::mask_words;
@@ -107,7 +108,7 @@ impl<'a> Worker<'a> {
                     let rows = self.rows(&batch, rows);
                     let w = self.device.matrix(w);
                     let x = self.floats(x);
-                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows);
+                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows, false);
                     let out = Out {
                         ptr: self.floats(out),
                         ld: w.panels() * LANES,
@@ -188,17 +189,17 @@ impl<'a> Worker<'a> {
                     eps,
                     w,
                     act,
-                    work,
                     out,
                     next,
                     batch,
                     rows,
+                    ..
                 } => {
                     let rows = self.rows(&batch, rows);
                     let (w, next) = (self.device.matrix(w), self.device.matrix(next));
                     let x = self.floats(x);
-                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows);
-                    self.gate_up(w, a, self.floats(work), self.act(out), next, rows);
+                    let a = self.norm_act(|r| x.add(r * w.k()), norm, eps, w, act, rows, false);
+                    self.gate_up(w, a, self.act(out), next, rows);
                 }
                 Op::Head {
                     x,
@@ -213,14 +214,19 @@ impl<'a> Worker<'a> {
                     let outs = self.outs(&batch, outs);
                     let w = self.device.matrix(w);
                     let (x, out_rows) = (self.floats(x), self.words(batch.out_rows));
-                    let a = self.norm_act(|o| x.add(out_rows[o] as usize * w.k()), norm, eps, w, act, outs);
+                    let fine = w.act() == ActKind::Int8;
+                    let a = self.norm_act(|o| x.add(out_rows[o] as usize * w.k()), norm, eps, w, act, outs, fine);
                     let out = Out {
                         ptr: self.floats(logits),
                         ld: w.panels() * LANES,
                         first_panel: 0,
                         add: false,
                     };
-                    self.matmul(w, a, outs, out);
+                    if fine {
+                        self.matmul_fine(w, a, outs, out);
+                    } else {
+                        self.matmul(w, a, outs, out);
+                    }
                 }
                 Op::Sample {
                     logits,
@@ -290,7 +296,8 @@ impl<'a> Worker<'a> {
     }
 
     /// Norms rows into the inputs of `w`. Rows are shared and a barrier follows, except that every worker norms a single row
-    /// for itself: cheaper than a barrier.
+    /// for itself: cheaper than a barrier. With `fine` what rounding to int8 lost follows as as many rows more.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one op")]
     unsafe fn norm_act(
         &self,
         x: impl Fn(usize) -> *const f32,
@@ -299,12 +306,14 @@ impl<'a> Worker<'a> {
         w: &Panels,
         act: BufferId,
         rows: usize,
+        fine: bool,
     ) -> Act {
         let norm = self.device.vector(norm);
         let (k, kernels) = (w.k(), &self.device.kernels);
         let one = rows == 1;
+        let all = if fine { 2 * rows } else { rows };
         let a = if one {
-            Act::new(self.scratch.act.ptr(), 1, k)
+            Act::new(self.scratch.act.ptr(), all, k)
         } else {
             self.act(act)
         };
@@ -314,7 +323,11 @@ impl<'a> Worker<'a> {
             // SAFETY: see `run`.
             unsafe {
                 (kernels.rms_norm)(x(r), norm.as_ptr(), k, eps, normed);
-                self.fill(normed, w, a, r, rows);
+                self.fill(normed, w, a, r, all);
+                if fine {
+                    a.int8().subtract(r, normed, kernels.flip(all));
+                    self.fill(normed, w, a, rows + r, all);
+                }
             }
         }
         if !one {
@@ -328,9 +341,8 @@ impl<'a> Worker<'a> {
         let kernels = &self.device.kernels;
         // SAFETY: see `run`.
         unsafe {
-            match w.kind().act() {
+            match w.act() {
                 ActKind::Int8 => (kernels.quantise8)(x, w.k() / BLOCK, &a.int8(), r, 0, kernels.flip(rows)),
-                ActKind::Int16 => (kernels.quantise16)(x, &a.int16(), r),
                 ActKind::Float => x.copy_to_nonoverlapping(a.float().x.add(r * w.k()), w.k()),
             }
         }
@@ -343,17 +355,47 @@ impl<'a> Worker<'a> {
         unsafe { self.matmul_panels(w, panels, a, rows, out) };
     }
 
+    /// This worker's panels of `w` times inputs made with `fine`: a row is the sum of two. One rounding to int8 fewer, for the matrix
+    /// whose outputs are the logits; where weights come from memory the second row costs nothing.
+    unsafe fn matmul_fine(&self, w: &Panels, a: Act, rows: usize, out: Out) {
+        const PANELS: usize = 2 * BLOCK / LANES;
+        let both = self.scratch.gate_up.ptr::<f32>();
+        let mine = self.share(w.panels(), SHARE_PANELS);
+        for p in mine.clone().step_by(PANELS) {
+            let panels = p..mine.end.min(p + PANELS);
+            let columns = panels.len() * LANES;
+            let dst = Out {
+                ptr: both,
+                ld: PANELS * LANES,
+                first_panel: p,
+                add: false,
+            };
+            // SAFETY: see `run`; the memory for gate and up holds 64 columns of as many rows as any input has.
+            unsafe {
+                self.matmul_panels(w, panels, a, 2 * rows, dst);
+                for r in 0..rows {
+                    let (coarse, rest) = (both.add(r * dst.ld), both.add((rows + r) * dst.ld));
+                    let o = out.panel(p).add(r * out.ld);
+                    for c in 0..columns {
+                        *o.add(c) = *coarse.add(c) + *rest.add(c);
+                    }
+                }
+            }
+        }
+    }
+
     unsafe fn matmul_panels(&self, w: &Panels, panels: std::ops::Range<usize>, a: Act, rows: usize, out: Out) {
         let kernels = &self.device.kernels;
         if rows == 0 || panels.is_empty() {
             return;
         }
-        // SAFETY: see `run`.
-        unsafe {
-            match w.kind().act() {
-                ActKind::Int8 => (kernels.matmul_nibble)(w, panels, &a.int8(), rows, out, self.scratch.matmul.ptr()),
-                ActKind::Int16 => (kernels.matmul_byte)(w, panels, &a.int16(), rows, out, self.scratch.matmul.ptr()),
-                ActKind::Float => (kernels.matmul_float)(w, panels, &a.float(), rows, out),
+        for part in w.parts(panels) {
+            // SAFETY: see `run`.
+            unsafe {
+                match w.act() {
+                    ActKind::Int8 => (kernels.matmul_int8)(&part, &a.int8(), rows, out, self.scratch.matmul.ptr()),
+                    ActKind::Float => (kernels.matmul_float)(&part, &a.float(), rows, out),
+                }
             }
         }
     }
@@ -435,8 +477,8 @@ impl<'a> Worker<'a> {
         let (group, dim) = (heads.group(), heads.dim);
         let (width, ld) = (group * dim, (heads.query + 2 * heads.kv) * dim);
         let own = self.scratch.attention.ptr::<f32>();
-        let kind = w.kind().act();
-        // an item's columns are whole blocks: quantise them here. Otherwise (or with one scale a row) in a second part
+        let kind = w.act();
+        // an item's columns are whole blocks: quantise them here. Otherwise in a second part
         let direct = kind == ActKind::Int8 && width.is_multiple_of(BLOCK);
         self.items(batch, counts, heads, &mut |item| {
             let row = item.seq.first_row + item.token;
@@ -534,9 +576,9 @@ impl<'a> Worker<'a> {
     }
 
     /// This worker's groups of 32 inner columns: gate, up, silu and the input of `next`.
-    unsafe fn gate_up(&self, w: &Panels, a: Act, work: *mut f32, out: Act, next: &Panels, rows: usize) {
+    unsafe fn gate_up(&self, w: &Panels, a: Act, out: Act, next: &Panels, rows: usize) {
         let kernels = &self.device.kernels;
-        let (kind, k) = (next.kind().act(), next.k());
+        let (kind, k) = (next.act(), next.k());
         let both = self.scratch.gate_up.ptr::<f32>();
         let per_group = 2 * BLOCK / LANES;
         for g in self.share(k / BLOCK, 1) {
@@ -558,17 +600,9 @@ impl<'a> Worker<'a> {
                             (kernels.silu_mul)(from, inner.as_mut_ptr());
                             (kernels.quantise8)(inner.as_ptr(), 1, &out.int8(), r, g, kernels.flip(rows));
                         }
-                        ActKind::Int16 => (kernels.silu_mul)(from, work.add(at)),
                         ActKind::Float => (kernels.silu_mul)(from, out.float().x.add(at)),
                     }
                 }
-            }
-        }
-        if kind == ActKind::Int16 {
-            self.barrier.wait();
-            for r in self.share(rows, 1) {
-                // SAFETY: see `run`.
-                unsafe { self.fill(work.add(r * k), next, out, r, rows) };
             }
         }
     }

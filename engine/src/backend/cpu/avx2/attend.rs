@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::super::kernels::{Attention, KEY_BLOCK, QUERY_ROWS};
-use super::super::pack::LANES;
+use super::super::layout::LANES;
 use super::lanes::{exp, fetch, halves, largest, repeat, sum};
 
 /// Panels of 8 tokens in a block.

@@ -1,12 +1,13 @@
 //! Float panels x f32 rows: per lane `acc = fma(w, x, acc)` in k order.
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
 use super::super::act::Float;
 use super::super::kernels::Out;
-use super::super::pack::{LANES, PanelKind, Panels};
+use super::super::layout::LANES;
+use super::super::pack::Part;
 use super::lanes::{halves, put, repeat};
+use crate::model::Dtype;
 
 /// An element type of a float panel.
 trait Element {
@@ -56,28 +57,28 @@ impl Element for Brain {
 
 /// See `Kernels::matmul_float`.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn matmul(w: &Panels, panels: Range<usize>, a: &Float, rows: usize, out: Out) {
+pub unsafe fn matmul(w: &Part, a: &Float, rows: usize, out: Out) {
     // SAFETY: the caller's.
     unsafe {
-        match w.kind() {
-            PanelKind::F16 => run::<Half>(w, panels, a, rows, out),
-            PanelKind::Bf16 => run::<Brain>(w, panels, a, rows, out),
-            _ => run::<Single>(w, panels, a, rows, out),
+        match w.dtype {
+            Dtype::F16 => run::<Half>(w, a, rows, out),
+            Dtype::Bf16 => run::<Brain>(w, a, rows, out),
+            _ => run::<Single>(w, a, rows, out),
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn run<E: Element>(w: &Panels, panels: Range<usize>, a: &Float, rows: usize, out: Out) {
+unsafe fn run<E: Element>(w: &Part, a: &Float, rows: usize, out: Out) {
     // SAFETY: the caller's: panels of `w`, `rows` rows of `a` and of `out`.
     unsafe {
-        let mut p = panels.start;
-        while p < panels.end {
+        let mut p = 0;
+        while p < w.panels {
             // one row needs four chains side by side to hide the FMA's latency; four rows bring their own
-            let wide = panels.end - p >= 4 && rows < 4;
-            let step = if wide { 4 } else { 2.min(panels.end - p) };
-            let o = out.ptr.add((p - out.first_panel) * LANES);
+            let wide = w.panels - p >= 4 && rows < 4;
+            let step = if wide { 4 } else { 2.min(w.panels - p) };
+            let o = out.panel(w.first + p);
             let mut m = 0;
             while m < rows {
                 let o = o.add(m * out.ld);
@@ -98,7 +99,7 @@ unsafe fn run<E: Element>(w: &Panels, panels: Range<usize>, a: &Float, rows: usi
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn tile<E: Element, const MR: usize, const NR: usize>(
-    w: &Panels,
+    w: &Part,
     p: usize,
     a: &Float,
     m0: usize,

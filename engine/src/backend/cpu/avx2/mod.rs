@@ -4,8 +4,10 @@
 //! | --- | --- |
 //! | `lanes.rs` | small helpers on one vector |
 //! | `quantise.rs` | norm, quantisation, silu, rope, KV write: a row at a time |
-//! | `nibble.rs` | four-bit weights x int8 |
-//! | `byte.rs` | eight-bit weights x int16 |
+//! | `load.rs` | blocks of quantised weights into registers |
+//! | `matmul.rs` | quantised weights x few rows of int8, and which way is taken when |
+//! | `many.rs` | weights of 4 to 6 bits x many rows of int8 |
+//! | `byte.rs` | eight-bit weights x int8 |
 //! | `float.rs` | f32, f16, bf16 weights x f32 |
 //! | `attend.rs` | attention over pages |
 //!
@@ -36,13 +38,17 @@ mod float;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
 #[cfg(target_arch = "x86_64")]
-mod nibble;
+mod load;
+#[cfg(target_arch = "x86_64")]
+mod many;
+#[cfg(target_arch = "x86_64")]
+mod matmul;
 #[cfg(target_arch = "x86_64")]
 mod quantise;
 
 use super::kernels::Kernels;
 #[cfg(target_arch = "x86_64")]
-pub use nibble::matmul_few as matmul_nibble_few;
+pub use matmul::matmul_few;
 
 /// Has this CPU the instructions?
 #[cfg(target_arch = "x86_64")]
@@ -56,15 +62,17 @@ pub fn available() -> bool {
     false
 }
 
+/// From this many rows on weights are unpacked once for all rows (at 4 rows the other way wins, at 16 this one; 12 is between).
+#[cfg(target_arch = "x86_64")]
+const MANY_ROWS: usize = 12;
+
 /// The table.
 #[cfg(target_arch = "x86_64")]
 pub const KERNELS: Kernels = Kernels {
-    many_rows: nibble::MANY_ROWS,
+    many_rows: MANY_ROWS,
     rms_norm: quantise::rms_norm,
     quantise8: quantise::quantise8,
-    quantise16: quantise::quantise16,
-    matmul_nibble: nibble::matmul,
-    matmul_byte: byte::matmul,
+    matmul_int8: matmul::matmul,
     matmul_float: float::matmul,
     rope: quantise::rope,
     write_kv: quantise::write_kv,

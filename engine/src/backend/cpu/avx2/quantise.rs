@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::super::act::{BlockScale, Int8, Int16};
+use super::super::act::{BlockScale, Int8};
 use super::super::kernels::{TINY, inverse_rms};
-use super::super::pack::BLOCK;
+use super::super::layout::BLOCK;
 use super::lanes::{exp, largest_bits, magnitude_bits, repeat, sum};
 
 /// See `Kernels::rms_norm`.
@@ -45,9 +45,9 @@ pub unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, firs
             ));
             let inv = _mm256_set1_ps(if amax > TINY { 127.0 / amax } else { 0.0 });
             let i = v.map(|v| _mm256_cvtps_epi32(_mm256_mul_ps(v, inv)));
-            let total = _mm256_add_epi32(_mm256_add_epi32(i[0], i[1]), _mm256_add_epi32(i[2], i[3]));
             // exact: at most 32 x 127
-            let total = sum(_mm256_cvtepi32_ps(total));
+            let first = sum(_mm256_cvtepi32_ps(_mm256_add_epi32(i[0], i[1])));
+            let total = first + sum(_mm256_cvtepi32_ps(_mm256_add_epi32(i[2], i[3])));
             let w = _mm256_packs_epi16(_mm256_packs_epi32(i[0], i[1]), _mm256_packs_epi32(i[2], i[3]));
             let w = _mm256_permutevar8x32_epi32(w, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
             let q = a.q.add((at + b) * BLOCK);
@@ -58,30 +58,9 @@ pub unsafe fn quantise8(x: *const f32, blocks: usize, a: &Int8, row: usize, firs
                 d,
                 s: d * total,
                 start: (total as i32).wrapping_mul(-8),
+                first: (first as i32).wrapping_mul(-8),
             };
         }
-    }
-}
-
-/// See `Kernels::quantise16`.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn quantise16(x: *const f32, a: &Int16, row: usize) {
-    // SAFETY: k values each, k a multiple of 32.
-    unsafe {
-        let mut m = _mm256_setzero_si256();
-        for i in (0..a.k).step_by(8) {
-            m = _mm256_max_epi32(m, magnitude_bits(_mm256_loadu_ps(x.add(i))));
-        }
-        let amax = largest_bits(m);
-        let inv = _mm256_set1_ps(if amax > TINY { 32767.0 / amax } else { 0.0 });
-        let q = a.q.add(row * a.k);
-        for i in (0..a.k).step_by(16) {
-            let lo = _mm256_cvtps_epi32(_mm256_mul_ps(inv, _mm256_loadu_ps(x.add(i))));
-            let hi = _mm256_cvtps_epi32(_mm256_mul_ps(inv, _mm256_loadu_ps(x.add(i + 8))));
-            let w = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lo, hi));
-            _mm256_storeu_si256(q.add(i).cast(), w);
-        }
-        *a.d.add(row) = amax * (1.0 / 32767.0);
     }
 }
 

@@ -1,7 +1,15 @@
-//! Quantised matmuls for AVX-512 with VNNI; everything else is the AVX2 table's.
+//! Kernels for AVX-512 with VNNI; what is not here is the AVX2 table's, and what is here gives the same bits.
 //!
-//! One instruction multiplies and adds 64 int8 (or 32 int16) pairs into 16 outputs, so two panels lie side by side in a vector. The f32
-//! chain per output is that of the other tables, and so are the bits.
+//! | file | holds |
+//! | --- | --- |
+//! | `lanes.rs` | small helpers on one vector |
+//! | `load.rs` | blocks of quantised weights into registers |
+//! | `matmul.rs` | quantised weights x int8 |
+//! | `quantise.rs` | quantisation |
+//! | `float.rs` | f32, f16, bf16 weights x f32 |
+//!
+//! One instruction multiplies and adds 64 int8 pairs into 16 outputs, so two panels lie side by side in a vector. The f32 chain per
+//! output is that of the other tables, and so are the bits.
 
 #![cfg_attr(
     target_arch = "x86_64",
@@ -10,15 +18,21 @@
         reason = "intrinsics are a vocabulary of their own; the lint is silent in test builds"
     ),
     expect(
-        clippy::cast_ptr_alignment,
-        reason = "vectors are loaded by instructions that take any address, or from aligned scratch"
+        clippy::needless_range_loop,
+        reason = "a register tile's rows index several arrays at once"
     )
 )]
 
 #[cfg(target_arch = "x86_64")]
-mod byte;
+mod float;
 #[cfg(target_arch = "x86_64")]
-mod nibble;
+mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod load;
+#[cfg(target_arch = "x86_64")]
+mod matmul;
+#[cfg(target_arch = "x86_64")]
+mod quantise;
 
 use super::avx2;
 use super::kernels::Kernels;
@@ -42,8 +56,9 @@ pub fn available() -> bool {
 #[cfg(target_arch = "x86_64")]
 pub const KERNELS: Kernels = Kernels {
     many_rows: usize::MAX,
-    matmul_nibble: nibble::matmul,
-    matmul_byte: byte::matmul,
+    quantise8: quantise::quantise8,
+    matmul_int8: matmul::matmul,
+    matmul_float: float::matmul,
     ..avx2::KERNELS
 };
 

@@ -1,17 +1,26 @@
 //! Tokens per second of the executor alone: no HTTP, tokenizer or scheduler. For a comparison, a driver runs cases one at a time.
 //!
-//! `throughput MODEL.gguf [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]` reads cases from standard input, one a line, and answers each with a line of JSON:
+//! `throughput MODEL [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]` reads cases from standard input, one a line, and answers each with a line of JSON:
 //! - `prefill TOKENS CHUNK`: one prompt, computed in chunks, the last one sampled
 //! - `decode SEQUENCES CONTEXT STEPS`: so many steps of one token for each of the sequences, each sampled greedily
 //! - `kv TOKENS`: reads and writes that many tokens' KV in the wire's order
+//!
+//! An answer tells the share of the machine's limits that was reached: of the bytes that it reads in a second (each step reads all
+//! weights once; the KV cache is not counted), and of its int8 products (attention is not counted).
+
+mod limits;
 
 use std::error::Error;
 use std::io::Write;
+use std::path::Path;
 use std::time::Instant;
 
 use tandem_engine::backend::cpu::Isa;
 use tandem_engine::exec::{Executor, KvRun, SampleParams, StepSeq};
+use tandem_engine::model::checkpoint::{Checkpoint, Part};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
+
+use limits::Limits;
 
 const GREEDY: SampleParams = SampleParams::GREEDY;
 
@@ -25,6 +34,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2 or cpu-avx512")?);
     }
     options.kv = KvBudget::Mib(512);
+    let weights = Weights::of(&options.path)?;
+    let limits = Limits::measure(options.threads, weights.bytes());
+    println!(
+        "{{\"read_gb_s\": {:.1}, \"read_1_gib_gb_s\": {:.1}, \"int8_gmac_s\": {:.0}}}",
+        limits.read / 1e9,
+        limits.read_memory / 1e9,
+        limits.int8 / 1e9
+    );
     let start = Instant::now();
     let mut model = load(&options, &mut |_| {})?;
     eprintln!(
@@ -40,16 +57,73 @@ fn main() -> Result<(), Box<dyn Error>> {
             .iter()
             .map(|w| w.parse())
             .collect::<Result<Vec<usize>, _>>()?;
-        let seconds = match (words[0], numbers.as_slice()) {
-            ("prefill", &[tokens, chunk]) => prefill(&mut *model, &[0], tokens, chunk)?,
-            ("decode", &[seqs, context, steps]) => decode(&mut *model, seqs, context, steps)?,
-            ("kv", &[tokens]) => kv(&*model, tokens)?,
+        // tokens, those of them with logits, passes over the weights
+        let (seconds, work) = match (words[0], numbers.as_slice()) {
+            ("prefill", &[tokens, chunk]) => {
+                let seconds = prefill(&mut *model, &[0], tokens, chunk)?;
+                (seconds, Some((tokens, 1, tokens.div_ceil(chunk))))
+            }
+            ("decode", &[seqs, context, steps]) => {
+                let seconds = decode(&mut *model, seqs, context, steps)?;
+                (seconds, Some((seqs * steps, seqs * steps, steps)))
+            }
+            ("kv", &[tokens]) => (kv(&*model, tokens)?, None),
             _ => return Err(format!("what is {line:?}?").into()),
         };
-        println!("{{\"case\": {line:?}, \"seconds\": {seconds:.6}}}");
+        print!("{{\"case\": {line:?}, \"seconds\": {seconds:.6}");
+        if let Some((tokens, sampled, passes)) = work {
+            let read = (passes * weights.layer_bytes + sampled.min(passes) * weights.head_bytes) as f64;
+            let products = (tokens * weights.layer_values + sampled * weights.head_values) as f64;
+            print!(
+                ", \"tokens_per_s\": {:.1}, \"share_of_read\": {:.2}, \"share_of_int8\": {:.2}",
+                tokens as f64 / seconds,
+                read / seconds / limits.read,
+                products / seconds / limits.int8
+            );
+        }
+        println!("}}");
         std::io::stdout().flush()?;
     }
     Ok(())
+}
+
+/// How many weights a pass multiplies with, and their bytes in the file.
+#[derive(Default)]
+struct Weights {
+    layer_values: usize,
+    layer_bytes: usize,
+    head_values: usize,
+    head_bytes: usize,
+}
+
+impl Weights {
+    fn of(path: &Path) -> Result<Self, Box<dyn Error>> {
+        let checkpoint = Checkpoint::open(path)?;
+        let config = checkpoint.config();
+        let head = if checkpoint.tensor(Part::Output).is_some() {
+            Part::Output
+        } else {
+            Part::TokenEmbd
+        };
+        let mut weights = Self::default();
+        for part in Part::all(config) {
+            let (dims, Some(tensor)) = (part.dims(config), checkpoint.tensor(part)) else {
+                continue;
+            };
+            let (values, bytes) = (dims.iter().product::<usize>(), tensor.bytes.len());
+            if part == head {
+                (weights.head_values, weights.head_bytes) = (values, bytes);
+            } else if matches!(part, Part::Layer(..)) && dims.len() == 2 {
+                weights.layer_values += values;
+                weights.layer_bytes += bytes;
+            }
+        }
+        Ok(weights)
+    }
+
+    fn bytes(&self) -> usize {
+        self.layer_bytes + self.head_bytes
+    }
 }
 
 /// The pages of sequence `s` when each has room for `tokens`.
