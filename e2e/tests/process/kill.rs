@@ -34,45 +34,48 @@ async fn a_prefill_killed_mid_transfer_costs_one_prefill_and_no_token_when_the_p
     let router = Router::start(&[&pair.prefill], &[&pair.decode], &["--on-prefill-failure=recompute"]).await;
     let prompt = salted_text(11, 600);
 
-    let begin = Instant::now();
-    let undisturbed = router.complete(&prompt, 24).await;
-    let undisturbed_took = begin.elapsed();
-    let tokens = undisturbed.1["usage"]["prompt_tokens"].as_u64().expect("usage") as usize;
-    let vocab = pair.prefill.info().await.vocab_size;
-    let measured = pair.generate(&salted_tokens(12, tokens, vocab), 1).await;
-    let prefill_time = Duration::from_micros(measured.usage().prefill_us);
-    assert!(
-        prefill_time > Duration::from_millis(50),
-        "{prefill_time:?} for {tokens} tokens is no prefill"
-    );
+    // The tokens must be right each time; the time, on a machine that others may use too, once in five. Each try is held
+    // against its own undisturbed run, made just before it.
+    let mut tries = Vec::new();
+    while tries.len() < 5 {
+        let begin = Instant::now();
+        let undisturbed = router.complete(&prompt, 24).await;
+        let undisturbed_took = begin.elapsed();
+        let tokens = undisturbed.1["usage"]["prompt_tokens"].as_u64().expect("usage") as usize;
+        let vocab = pair.prefill.info().await.vocab_size;
+        let measured = pair.generate(&salted_tokens(12, tokens, vocab), 1).await;
+        let prefill_time = Duration::from_micros(measured.usage().prefill_us);
+        assert!(
+            prefill_time > Duration::from_millis(50),
+            "{prefill_time:?} for {tokens} tokens is no prefill"
+        );
 
-    let limit = undisturbed_took + prefill_time.mul_f64(1.2);
-    // The tokens must be right each time; the time, on a machine that others may use too, once in three.
-    let mut took = Vec::new();
-    while took.len() < 3 {
         relay.stop_after(MID_TRANSFER_BYTES);
         let begin = Instant::now();
         let (disturbed, ()) = tokio::join!(router.complete(&prompt, 24), async {
             relay.stopped().await;
             pair.prefill.process.kill();
         });
-        took.push(begin.elapsed());
+        let disturbed_took = begin.elapsed();
         assert_eq!(text_of(&disturbed), text_of(&undisturbed));
         assert_eq!(
             disturbed.1["usage"]["completion_tokens"],
             undisturbed.1["usage"]["completion_tokens"]
         );
-        if took.iter().any(|took| *took <= limit) {
+        tries.push((undisturbed_took, prefill_time, disturbed_took));
+        if disturbed_took <= undisturbed_took + prefill_time.mul_f64(1.2) {
             break;
         }
         relay.release();
         pair.prefill.restart().await;
         router.sees_all(2).await;
     }
-    println!("undisturbed {undisturbed_took:?}, prefill {prefill_time:?}, disturbed {took:?} (limit {limit:?})");
+    println!("(undisturbed, prefill, disturbed): {tries:?}");
     assert!(
-        took.iter().any(|took| *took <= limit),
-        "{took:?}, allowed are {undisturbed_took:?} and 1.2 × {prefill_time:?}"
+        tries
+            .iter()
+            .any(|(undisturbed, prefill, disturbed)| *disturbed <= *undisturbed + prefill.mul_f64(1.2)),
+        "(undisturbed, prefill, disturbed): {tries:?}, allowed are undisturbed and 1.2 × prefill"
     );
 
     pair.decode.idle(IDLE).await;

@@ -195,23 +195,29 @@ async fn admitted(client: &mut EngineClient<Channel>, request: GenerateRequest) 
 #[test]
 fn a_drain_that_takes_too_long_ends_and_so_does_one_that_is_told_twice() {
     let dir = tempfile::tempdir().unwrap();
-    let model = tiny(dir.path());
+    // a prompt whose steps are short each, and far more than the test waits together
+    let shape = Shape {
+        context: 70_000,
+        ..Shape::SMALL
+    };
+    let model = llama(shape, Kind::Q8_0, Kind::F16, 3).write(dir.path());
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let limited = ["--drain-ms", "1000", "--watchdog-ms", "900", "--stall-ms", "800"];
     for (more, signals, said) in [
         (&limited[..], 1, "the drain's time is over"),
         (&[][..], 2, "told to end at once"),
     ] {
-        let mut engine = Engine::start(&model, &with(&[&["--role", "unified"], more].concat()));
+        let role = ["--role", "unified", "--kv-pages", "4300"];
+        let mut engine = Engine::start(&model, &with(&[&role, more].concat()));
         let (listen, _) = engine.serving();
-        // an answer that nobody reads: it is held for much longer than this test waits
         let stream = runtime.block_on(async {
             let endpoint = Channel::from_shared(format!("http://{listen}")).unwrap();
+            // nobody reads the answer either
             let channel = endpoint.initial_stream_window_size(100).connect().await.unwrap();
             let mut client = EngineClient::new(channel);
             let request = GenerateRequest {
                 boot_id: client.get_info(GetInfoRequest {}).await.unwrap().into_inner().boot_id,
-                prompt_tokens: vec![5; 20],
+                prompt_tokens: vec![5; 65_000],
                 max_new_tokens: 400,
                 ignore_eos: true,
                 ..GenerateRequest::default()
