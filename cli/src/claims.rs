@@ -32,7 +32,7 @@ impl FromStr for ClaimDir {
 /// The key of a secret that holds the API's keys, and so the name of its file.
 const API_KEYS: &str = "api-keys";
 
-/// Why a claim's or a secret's file cannot be used.
+/// Why a claim's model or a secret's file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     #[error("neither XDG_DATA_HOME nor HOME is set: say where claim {claim:?} lies with --claim {claim}=DIR")]
@@ -45,7 +45,7 @@ pub enum ClaimError {
     },
     #[error(
         "no model file: the manifest names path {path:?} in claim {claim:?}, on this machine {}: {problem}; put the \
-         file there, or say where the claim's files lie with --claim {claim}=DIR", file.display()
+         model there, or say where the claim's files lie with --claim {claim}=DIR", file.display()
     )]
     NoFile {
         claim: String,
@@ -64,8 +64,8 @@ pub enum ClaimError {
     #[error("cannot read {}: {source}", file.display())]
     Read { file: PathBuf, source: std::io::Error },
     #[error(
-        "the model's file is not the one of the manifest: {} has SHA-256 {found}, spec.model.revision is {expected}; \
-         put the right file there or change the revision", file.display()
+        "the model is not the one of the manifest: {} has SHA-256 {found}, spec.model.revision is {expected}; \
+         put the right one there or change the revision", file.display()
     )]
     Revision {
         file: PathBuf,
@@ -74,7 +74,7 @@ pub enum ClaimError {
     },
 }
 
-/// The model's file on this machine; it exists and holds bytes. [`check_revision`] says whether it is the right one.
+/// The model's file or folder on this machine; the file exists and holds bytes, the folder has the files that are needed. [`check_revision`] says whether it is the right one.
 pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>) -> Result<PathBuf, ClaimError> {
     let pvc = &model.source.pvc;
     if let Some(other) = claims.iter().find(|claim| claim.claim != pvc.claim_name) {
@@ -95,7 +95,8 @@ pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>
     };
     let file = std::path::absolute(dir.join(&pvc.path)).unwrap_or_else(|_| dir.join(&pvc.path));
     let problem = match std::fs::metadata(&file) {
-        Ok(found) if !found.is_file() => Some("it is not a file".to_owned()),
+        Ok(found) if found.is_dir() => missing(&file),
+        Ok(found) if !found.is_file() => Some("it is neither a file nor a folder".to_owned()),
         Ok(found) if found.len() == 0 => Some("the file is empty".to_owned()),
         Ok(_) => std::fs::File::open(&file).err().map(|error| error.to_string()),
         Err(error) => Some(error.to_string()),
@@ -132,10 +133,51 @@ pub fn find_keys(name: &str, secrets: &[ClaimDir], data_home: Option<PathBuf>) -
     Ok(dir.join(API_KEYS))
 }
 
-/// Whether the file is the one that the manifest names. It reads all of it, minutes for a large one; `progress` is told
+/// What a model's folder lacks.
+fn missing(folder: &Path) -> Option<String> {
+    let has = |name: &str| folder.join(name).is_file();
+    let lacks = |what: &str| Some(format!("the folder has no {what}"));
+    if !has("config.json") {
+        return lacks("config.json (for a .gguf model name the file)");
+    }
+    if !has("tokenizer.json") {
+        return lacks("tokenizer.json");
+    }
+    if !has("model.safetensors") && !has("model.safetensors.index.json") {
+        return lacks("model.safetensors or model.safetensors.index.json");
+    }
+    None
+}
+
+/// Bytes of a model's weights: its file's, or those of the safetensors files in its folder.
+pub fn model_bytes(path: &Path) -> u64 {
+    let length = |path: &Path| std::fs::metadata(path).map_or(0, |found| found.len());
+    if !path.is_dir() {
+        return length(path);
+    }
+    let weights = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
+    let files = files(path).unwrap_or_default();
+    files.iter().filter(|path| weights(path)).map(|path| length(path)).sum()
+}
+
+/// The files of a folder that are not hidden, by name.
+fn files(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if !hidden && entry.path().is_file() {
+            files.push(entry.path());
+        }
+    }
+    files.sort_unstable();
+    Ok(files)
+}
+
+/// Whether the model is the one that the manifest names. It reads all of it, minutes for a large one; `progress` is told
 /// percent, rising.
 pub fn check_revision(file: &Path, expected: &str, progress: impl FnMut(u8)) -> Result<(), ClaimError> {
-    let found = sha256(file, progress).map_err(|source| ClaimError::Read {
+    let found = digest(file, progress).map_err(|source| ClaimError::Read {
         file: file.to_owned(),
         source,
     })?;
@@ -149,25 +191,64 @@ pub fn check_revision(file: &Path, expected: &str, progress: impl FnMut(u8)) -> 
     })
 }
 
-fn sha256(file: &Path, mut progress: impl FnMut(u8)) -> std::io::Result<String> {
+/// A file's SHA-256; a folder's is that of the lines which `sha256sum *` prints in it in the C locale.
+fn digest(path: &Path, progress: impl FnMut(u8)) -> std::io::Result<String> {
+    let folder = path.is_dir();
+    let files = if folder { files(path)? } else { vec![path.to_owned()] };
+    let mut meter = Meter {
+        total: 0,
+        done: 0,
+        told: 0,
+        progress,
+    };
+    for file in &files {
+        meter.total += std::fs::metadata(file)?.len();
+    }
+    let mut lines = Sha256::new();
+    for file in &files {
+        let digest = sha256(file, &mut meter)?;
+        if !folder {
+            return Ok(digest);
+        }
+        lines.update(digest);
+        lines.update("  ");
+        lines.update(file.file_name().unwrap_or_default().as_encoded_bytes());
+        lines.update("\n");
+    }
+    Ok(hex(&lines.finalize()))
+}
+
+/// Counts bytes, and tells percent as they rise.
+struct Meter<F> {
+    total: u64,
+    done: u64,
+    told: u8,
+    progress: F,
+}
+
+impl<F: FnMut(u8)> Meter<F> {
+    fn add(&mut self, bytes: usize) {
+        self.done += bytes as u64;
+        // A file that grows meanwhile is not of more than 100 percent.
+        let percent = (self.done.saturating_mul(100) / self.total.max(1)).min(100) as u8;
+        if percent > self.told {
+            self.told = percent;
+            (self.progress)(percent);
+        }
+    }
+}
+
+fn sha256(file: &Path, meter: &mut Meter<impl FnMut(u8)>) -> std::io::Result<String> {
     let mut reader = std::fs::File::open(file)?;
-    let length = reader.metadata()?.len().max(1);
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
-    let (mut hashed, mut told) = (0, 0);
     loop {
         let read = reader.read(&mut buffer)?;
         if read == 0 {
             return Ok(hex(&hasher.finalize()));
         }
         hasher.update(&buffer[..read]);
-        hashed += read as u64;
-        // A file that grows meanwhile is not of more than 100 percent.
-        let percent = (hashed.saturating_mul(100) / length).min(100) as u8;
-        if percent > told {
-            told = percent;
-            progress(percent);
-        }
+        meter.add(read);
     }
 }
 
@@ -305,7 +386,49 @@ mod tests {
         let file = dir.path().join("model.gguf");
         std::fs::write(&file, vec![7; (4 << 20) + 1]).unwrap();
         let mut told = Vec::new();
-        sha256(&file, |percent| told.push(percent)).unwrap();
+        digest(&file, |percent| told.push(percent)).unwrap();
         assert_eq!(told, [24, 49, 74, 99, 100]);
+    }
+
+    #[test]
+    fn a_model_may_be_a_folder_with_all_that_is_needed() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("sub/model.gguf");
+        std::fs::create_dir_all(&folder).unwrap();
+        let claims = claim(&format!("models={}", dir.path().display()));
+        let find = || find_model(&model(""), &claims, None);
+        for (file, content) in [
+            ("config.json", "{}"),
+            ("tokenizer.json", "{\"version\":\"1.0\"}"),
+            ("model.safetensors", "12345678"),
+        ] {
+            let error = find().unwrap_err().to_string();
+            assert!(error.contains(&format!("the folder has no {file}")), "{error}");
+            std::fs::write(folder.join(file), content).unwrap();
+        }
+        assert_eq!(find().unwrap(), folder);
+        assert_eq!(model_bytes(&folder), 8);
+        std::fs::rename(folder.join("model.safetensors"), folder.join("a.safetensors")).unwrap();
+        assert!(find().unwrap_err().to_string().contains("model.safetensors.index.json"));
+        std::fs::write(folder.join("model.safetensors.index.json"), "{}").unwrap();
+        std::fs::write(folder.join("b.safetensors"), "123").unwrap();
+        assert_eq!(find().unwrap(), folder);
+        assert_eq!(model_bytes(&folder), 11);
+    }
+
+    #[test]
+    fn a_folders_revision_is_what_sha256sum_says_of_its_files() {
+        let dir = tempfile::tempdir().unwrap();
+        for (file, content) in [("b.json", "abc"), ("a.safetensors", "abd"), (".hidden", "x")] {
+            std::fs::write(dir.path().join(file), content).unwrap();
+        }
+        std::fs::create_dir(dir.path().join("sub")).unwrap();
+        // LC_ALL=C sha256sum * | sha256sum
+        let expected = "33796b2a6c2755ba7170acbd767f1cc3ff4dfad6065eed4b3cff32b0457c953c";
+        let mut told = Vec::new();
+        check_revision(dir.path(), expected, |percent| told.push(percent)).unwrap();
+        assert_eq!(told, [50, 100]);
+        std::fs::write(dir.path().join("b.json"), "abx").unwrap();
+        assert!(check_revision(dir.path(), expected, |_| {}).is_err());
     }
 }

@@ -70,9 +70,10 @@ pub struct PDDeploymentSpec {
 pub struct Model {
     /// What `/v1/models` shows and requests name; 1 to 128 characters without spaces. Restarts all roles.
     pub name: String,
-    /// Where the model's file lies. Restarts all roles.
+    /// Where the model's file or folder lies. Restarts all roles.
     pub source: ModelSource,
-    /// The SHA-256 of the model's file in lower-case hex, compared with the bytes found. Empty: not compared.
+    /// The SHA-256 of the model's file in lower-case hex, or for a folder that of what `LC_ALL=C sha256sum *` prints in it, compared
+    /// with the bytes found. Empty: not compared.
     /// Default: empty. Restarts all roles.
     #[serde(default)]
     pub revision: String,
@@ -82,21 +83,21 @@ pub struct Model {
     pub max_length_tokens: Option<i32>,
 }
 
-/// Where a model's file lies: exactly one source.
+/// Where a model's file or folder lies: exactly one source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ModelSource {
-    /// A file in a persistent volume claim. On one machine a claim is a folder.
+    /// A file or folder in a persistent volume claim. On one machine a claim is a folder.
     pub pvc: PvcSource,
 }
 
-/// A file in a persistent volume claim.
+/// A file or folder in a persistent volume claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PvcSource {
     /// The claim's name, a DNS label.
     pub claim_name: String,
-    /// The file inside the claim: relative, without `..`.
+    /// A .gguf file, or a folder with `config.json`, `tokenizer.json` and safetensors files: relative to the claim, without `..`.
     pub path: String,
 }
 

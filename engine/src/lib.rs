@@ -2,7 +2,7 @@
 //!
 //! | room | purpose |
 //! | --- | --- |
-//! | [`model`] | from a GGUF file to steps |
+//! | [`model`] | from files to steps |
 //! | [`backend`] | ops over device buffers; the CPU's kernels |
 //! | [`sample`] | how a token is chosen |
 //! | [`exec`] | where scheduling and models meet |

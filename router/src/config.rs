@@ -82,7 +82,7 @@ pub struct Config {
     /// The model's name in the API.
     #[arg(long)]
     pub model_name: String,
-    /// The model's .gguf, or its tokenizer.json with tokenizer_config.json beside it.
+    /// The model's .gguf, or its folder with tokenizer.json and tokenizer_config.json, or that tokenizer.json.
     #[arg(long)]
     pub tokenizer: PathBuf,
     /// How tool calls are found in answers.

@@ -9,7 +9,7 @@ const PROCESS_MIB: u64 = 128;
 pub struct Need {
     pub engines: u64,
     pub kv_mib: u64,
-    /// The model's file; each engine keeps the weights in a layout of its own, so they count once per engine.
+    /// The model's files; each engine keeps the weights in a layout of its own, so they count once per engine.
     pub model_mib: u64,
 }
 

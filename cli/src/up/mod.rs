@@ -275,8 +275,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         &args.claims,
         claims::xdg_dir("XDG_DATA_HOME", ".local/share"),
     )?;
-    let model_bytes = std::fs::metadata(&model).map_or(0, |found| found.len());
-    memory::Need::new(plan::engines(spec), args.kv_memory_mib, model_bytes)
+    memory::Need::new(plan::engines(spec), args.kv_memory_mib, claims::model_bytes(&model))
         .check(memory::available_mib())
         .map_err(UpError::Memory)?;
 

@@ -29,7 +29,7 @@ pub enum Role {
 pub struct Machine {
     pub engine: PathBuf,
     pub router: PathBuf,
-    /// The model's file.
+    /// The model's file or folder.
     pub model: PathBuf,
     /// Where the router listens.
     pub http: SocketAddr,

@@ -9,9 +9,10 @@ use sha2::{Digest, Sha256};
 
 use super::LoadError;
 use super::config::{Architecture, ModelConfig};
-use super::gguf;
 use super::gguf::container::Gguf;
+use super::safetensors::folder::Folder;
 use super::tensor::Dtype;
+use super::{gguf, safetensors};
 
 /// A tensor's role in the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -143,15 +144,26 @@ pub struct Tensor<'a> {
 
 /// An open model: every size and every tensor checked.
 pub struct Checkpoint {
-    source: Gguf,
+    source: Source,
     config: ModelConfig,
 }
 
+enum Source {
+    Gguf(Gguf),
+    Folder(Folder),
+}
+
 impl Checkpoint {
-    /// Opens a `.gguf` file.
+    /// Opens a `.gguf` file, or a folder with `config.json` and safetensors files.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
-        let source = Gguf::open(path)?;
-        let config = gguf::config::read(&source)?;
+        let (source, config) = if path.is_dir() {
+            let (folder, config) = Folder::open(path)?;
+            (Source::Folder(folder), config)
+        } else {
+            let gguf = Gguf::open(path)?;
+            let config = gguf::config::read(&gguf)?;
+            (Source::Gguf(gguf), config)
+        };
         let checkpoint = Self { source, config };
         checkpoint.is_whole()?;
         Ok(checkpoint)
@@ -159,7 +171,10 @@ impl Checkpoint {
 
     /// What was opened.
     pub fn path(&self) -> &Path {
-        self.source.path()
+        match &self.source {
+            Source::Gguf(gguf) => gguf.path(),
+            Source::Folder(folder) => folder.path(),
+        }
     }
 
     /// The model's sizes.
@@ -169,12 +184,12 @@ impl Checkpoint {
 
     /// What the files call a part.
     pub fn name(&self, part: Part) -> String {
-        gguf::name(part)
+        self.name_of(part).unwrap_or_else(|| format!("{part:?}"))
     }
 
     /// The tensor of a part, of the shape that [`Part::dims`] says; `None` where the model has none.
     pub fn tensor(&self, part: Part) -> Option<Tensor<'_>> {
-        self.find(&self.name(part))
+        self.find(&self.name_of(part)?)
     }
 
     /// Bytes of all tensors.
@@ -187,12 +202,15 @@ impl Checkpoint {
 
     /// SHA-256 of everything that was read.
     pub fn hash(&self) -> [u8; 32] {
-        Sha256::digest(self.source.bytes()).into()
+        match &self.source {
+            Source::Gguf(gguf) => Sha256::digest(gguf.bytes()).into(),
+            Source::Folder(folder) => folder.hash(),
+        }
     }
 
     /// The first tensor whose part is not among `used`: computing without it would give wrong answers.
     pub fn all_used(&self, used: &BTreeSet<Part>) -> Result<(), LoadError> {
-        let used: BTreeSet<String> = used.iter().map(|part| self.name(*part)).collect();
+        let used: BTreeSet<String> = used.iter().filter_map(|part| self.name_of(*part)).collect();
         match self.names().find(|name| !used.contains(*name)) {
             None => Ok(()),
             Some(name) => Err(LoadError::UnknownTensor {
@@ -204,18 +222,32 @@ impl Checkpoint {
     }
 
     fn find(&self, name: &str) -> Option<Tensor<'_>> {
-        self.source.find(name)
+        match &self.source {
+            Source::Gguf(gguf) => gguf.find(name),
+            Source::Folder(folder) => folder.find(name),
+        }
     }
 
-    fn names(&self) -> impl Iterator<Item = &str> {
-        self.source.tensors().keys().map(String::as_str)
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        match &self.source {
+            Source::Gguf(gguf) => Box::new(gguf.tensors().keys().map(String::as_str)),
+            Source::Folder(folder) => Box::new(folder.names()),
+        }
+    }
+
+    /// What the files call a part; `None` where this format has no tensor for it.
+    fn name_of(&self, part: Part) -> Option<String> {
+        match self.source {
+            Source::Gguf(_) => Some(gguf::name(part)),
+            Source::Folder(_) => safetensors::name(part),
+        }
     }
 
     /// Each part is there in its shape, and there is nothing else.
     fn is_whole(&self) -> Result<(), LoadError> {
         let mut known = BTreeSet::new();
         for part in Part::all(&self.config) {
-            let name = self.name(part);
+            let Some(name) = self.name_of(part) else { continue };
             match self.find(&name) {
                 None if part.is_optional() => {}
                 None => {

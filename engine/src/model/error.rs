@@ -13,8 +13,18 @@ pub enum LoadError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// A model's folder is without a file that it needs.
+    #[error("{}: the folder has no {file}: {remedy}", folder.display())]
+    MissingFile {
+        /// The folder.
+        folder: PathBuf,
+        /// The file.
+        file: &'static str,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// Not a GGUF file at all.
-    #[error("{}: not a GGUF file: it starts with {found:?} where \"GGUF\" is expected; give the path of a .gguf model", path.display())]
+    #[error("{}: not a GGUF file: it starts with {found:?} where \"GGUF\" is expected; give the path of a .gguf model or of a folder with safetensors files", path.display())]
     NotGguf {
         /// The file.
         path: PathBuf,
@@ -54,7 +64,7 @@ pub enum LoadError {
         what: String,
     },
     /// A tensor's element type is not one that the engine computes with.
-    #[error("{}: tensor {tensor} has type {dtype}, which is not supported; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K", path.display())]
+    #[error("{}: tensor {tensor} has type {dtype}, which is not supported; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K (safetensors: F32, F16 or BF16)", path.display())]
     UnsupportedType {
         /// The file.
         path: PathBuf,

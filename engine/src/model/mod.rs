@@ -3,6 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | [`gguf`] | GGUF files |
+//! | [`safetensors`] | folders of safetensors files |
 //! | `tensor.rs` | element types |
 //! | [`config`] | a model's sizes and constants |
 //! | [`checkpoint`] | sizes and tensors, whichever format they come in |
@@ -25,6 +26,7 @@ pub mod gguf;
 mod load;
 mod ranks;
 mod runner;
+pub mod safetensors;
 mod score;
 mod tensor;
 #[cfg(test)]

@@ -56,7 +56,17 @@ impl Dtype {
         }
     }
 
-    /// As the format calls it.
+    /// The type of this name in a safetensors file, if the engine computes with it.
+    pub fn from_safetensors(name: &str) -> Option<Self> {
+        match name {
+            "F32" => Some(Self::F32),
+            "F16" => Some(Self::F16),
+            "BF16" => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+
+    /// As the formats call it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "F32",

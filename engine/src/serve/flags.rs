@@ -28,13 +28,13 @@ pub struct Flags {
     /// What this engine is for: prefill, decode or unified
     #[arg(long)]
     pub role: Role,
-    /// The model, a GGUF file
-    #[arg(long, value_name = "FILE")]
+    /// The model: a .gguf file, or a folder with config.json and safetensors files
+    #[arg(long, value_name = "PATH")]
     pub model: PathBuf,
     /// What computes
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: BackendFlag,
-    /// The model's name in GetInfo [default: as the file calls itself]
+    /// The model's name in GetInfo [default: as the file calls itself, or the folder's name]
     #[arg(long, value_name = "NAME")]
     pub served_name: Option<String>,
     /// gRPC: Engine, KvTransfer.Prefill, grpc.health.v1

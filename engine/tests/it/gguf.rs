@@ -6,7 +6,8 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
 use sha2::Digest;
-use tandem_engine::model::checkpoint::Checkpoint;
+use tandem_engine::model::checkpoint::{Checkpoint, LayerPart, Part};
+use tandem_engine::model::config::{Architecture, RopePairs};
 use tandem_engine::model::gguf::container::{Gguf, Value};
 use tandem_engine::model::{KvBudget, LoadError, LoadOptions, load};
 
@@ -334,6 +335,65 @@ fn a_key_whose_meaning_is_not_known_is_refused_by_name() {
     file.set("llama.vocab_size", Meta::U32(9));
     file.set("general.quantization_version", Meta::U32(2));
     assert!(load(&options(&file.write(dir.path())), &mut |_| {}).is_ok());
+}
+
+/// The small file as one of another architecture, with the tensors that its layers have beside the others.
+fn qwen(architecture: &str, more: &[(&str, u64)]) -> tiny::File {
+    let mut file = small();
+    for (key, _) in &mut file.metadata {
+        if let Some(rest) = key.strip_prefix("llama.") {
+            *key = format!("{architecture}.{rest}");
+        }
+    }
+    file.set("general.architecture", Meta::Text(architecture.into()));
+    for (name, n) in more {
+        file.tensors.push(tiny::Tensor {
+            name: format!("blk.0.{name}"),
+            kind: 0,
+            dims: vec![*n],
+            bytes: Kind::F32.encode(&vec![0.5; *n as usize]),
+        });
+    }
+    file
+}
+
+#[test]
+fn qwen2_has_biases_and_qwen3_norms_of_heads() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |file: &tiny::File| Checkpoint::open(&file.write(dir.path()));
+    let said = |file: &tiny::File| open(file).err().expect("an error").to_string();
+    let biases = [("attn_q.bias", 32), ("attn_k.bias", 16), ("attn_v.bias", 16)];
+    let norms = [("attn_q_norm.weight", 16), ("attn_k_norm.weight", 16)];
+
+    let qwen2 = open(&qwen("qwen2", &biases)).unwrap();
+    let c = qwen2.config();
+    assert_eq!((c.architecture, c.rope_pairs), (Architecture::Qwen2, RopePairs::Halves));
+    assert!(c.qkv_bias && !c.qk_norm);
+    assert_eq!(qwen2.tensor(Part::Layer(0, LayerPart::KBias)).unwrap().dims, [16]);
+    assert!(said(&qwen("qwen2", &biases[..2])).contains("blk.0.attn_v.bias is missing"));
+    assert!(said(&qwen("qwen2", &norms)).contains("attn_q.bias is missing"));
+
+    let qwen3 = open(&qwen("qwen3", &norms)).unwrap();
+    let c = qwen3.config();
+    assert_eq!((c.architecture, c.rope_pairs), (Architecture::Qwen3, RopePairs::Halves));
+    assert!(c.qk_norm && !c.qkv_bias);
+    assert!(
+        said(&qwen("qwen3", &[norms, [biases[0], biases[1]]].concat()))
+            .contains("attn_k.bias has no place in architecture qwen3")
+    );
+
+    let c = open(&small()).unwrap().config().clone();
+    assert_eq!(
+        (c.architecture, c.rope_pairs),
+        (Architecture::Llama, RopePairs::Neighbours)
+    );
+    // keys of another architecture are not read
+    let mut file = qwen("qwen2", &biases);
+    file.set("qwen2.attention.sliding_window", Meta::U32(128));
+    assert!(said(&file).contains("qwen2.attention.sliding_window"));
+    let mut file = qwen("qwen2", &biases);
+    file.set("qwen2.rope.scaling.type", Meta::Text("yarn".into()));
+    assert!(said(&file).contains("qwen2.rope.scaling.type"));
 }
 
 #[test]

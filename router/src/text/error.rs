@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// A file could not be read.
-    #[error("cannot read {path}: {source}; give the model's .gguf or its tokenizer.json")]
+    #[error("cannot read {path}: {source}; give the model's .gguf, its tokenizer.json or the folder that holds it")]
     Io {
         /// The file.
         path: PathBuf,

@@ -26,8 +26,11 @@ pub struct Source {
 }
 
 impl Source {
-    /// Reads a `.gguf` or a `tokenizer.json`, told apart by the file's name.
+    /// Reads a `.gguf` or a `tokenizer.json`, told apart by the file's name, or the `tokenizer.json` of a folder.
     pub fn read(path: &Path) -> Result<Self, TextError> {
+        if path.is_dir() {
+            return hf::read(&path.join("tokenizer.json"));
+        }
         let extension = path
             .extension()
             .and_then(|extension| extension.to_str())
@@ -38,7 +41,7 @@ impl Source {
             _ => Err(TextError::Unsupported {
                 path: path.to_owned(),
                 what: format!("a reader for files named .{extension}"),
-                remedy: "give a .gguf file or a tokenizer.json",
+                remedy: "give a .gguf file, a tokenizer.json or the folder that holds it",
             }),
         }
     }
