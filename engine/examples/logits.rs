@@ -1,7 +1,7 @@
 //! Raw logits of given texts, teacher-forced: for comparison with another implementation, or with the same weights held as f32.
 //!
-//! `logits MODEL [--f32] [--chunk N] [--threads N] [--isa cpu-scalar|cpu-avx2|cpu-avx512]` reads texts from standard input, one a line,
-//! as token ids, and writes to standard output `vocab_size` little-endian f32 for each token: the logits of what follows it. `--f32`
+//! `logits MODEL [--f32] [--chunk N] [--threads N] [--tensor-parallel N] [--isa cpu-scalar|cpu-avx2|cpu-avx512]` reads texts from
+//! standard input, one a line, as token ids, and writes to standard output `vocab_size` little-endian f32 for each token: the logits of what follows it. `--f32`
 //! holds all weights as f32 (the oracle), `--chunk 1` goes the way of decoding.
 
 use std::error::Error;
@@ -11,7 +11,8 @@ use std::str::FromStr;
 use tandem_engine::backend::cpu::Isa;
 use tandem_engine::model::{LoadOptions, Scorer};
 
-const USAGE: &str = "usage: logits MODEL [--f32] [--chunk N] [--threads N] [--isa NAME] < ids > logits";
+const USAGE: &str =
+    "usage: logits MODEL [--f32] [--chunk N] [--threads N] [--tensor-parallel N] [--isa NAME] < ids > logits";
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -21,6 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         match flag.as_str() {
             "--f32" => options.as_f32 = true,
             "--chunk" => chunk = value(args.next())?,
+            "--tensor-parallel" => options.tensor_parallel = value(args.next())?,
             "--threads" => options.threads = value(args.next())?,
             "--isa" => options.isa = Some(args.next().and_then(|n| Isa::named(&n)).ok_or(USAGE)?),
             _ => return Err(format!("what is {flag:?}? {USAGE}").into()),

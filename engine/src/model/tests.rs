@@ -15,6 +15,7 @@ use crate::backend::record::{Event, Recorder};
 use crate::backend::{BufferShape, Context, Op};
 use crate::exec::{Adjust, Executor, KvRun, Sample, SampleParams, Sampled, StepSeq};
 
+mod golden;
 mod ranks;
 mod sampling;
 

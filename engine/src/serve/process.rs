@@ -118,6 +118,7 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         role = flags.role.name(),
         model = spec.name,
         backend = spec.backend,
+        tensor_parallel = flags.tensor_parallel,
         boot_id = %node.boot_id(),
         listen = %node.control_addr(),
         data_listen = node.data_addr().map(tracing::field::display),
