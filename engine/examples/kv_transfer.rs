@@ -85,6 +85,7 @@ impl Idle {
             max_length_tokens: PROMPT + PAGE,
             vocab_size: 1 << 20,
             end_tokens: vec![],
+            vocabulary: Err("none".to_owned()),
             backend: "idle",
             total_pages: PROMPT / PAGE + 1,
             page_tokens: PAGE,

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use tandem_wire::KvLayout;
 
+use crate::sample::grammar::Vocabulary;
+
 /// Index of a KV page in the pool, `0..total_pages`.
 pub type PageId = u32;
 
@@ -24,6 +26,8 @@ pub struct ModelSpec {
     pub vocab_size: u32,
     /// Tokens that end an answer (`eos`, `eot`).
     pub end_tokens: Vec<u32>,
+    /// The tokens' bytes for grammars, or why there are none.
+    pub vocabulary: Result<Arc<Vocabulary>, String>,
     /// Backend in effect, e.g. `cpu-avx2`.
     pub backend: &'static str,
     /// Pages in the pool.

@@ -13,10 +13,12 @@ use super::checkpoint::Checkpoint;
 use super::forward::{self, Bounds, Workspace};
 use super::ranks::{AllHeads, Peers, RANK_LIMIT, Rank};
 use super::runner::Runner;
+use super::vocabulary;
 use super::weights::{self, Cut};
 use crate::backend::cpu::{Cpu, Isa, ThreadCommunicator};
 use crate::backend::{Backend, BackendError, Context, KvShape};
 use crate::exec::{Executor, KvStore, ModelSpec};
+use crate::sample::grammar::Vocabulary;
 
 /// A KV cache that holds fewer tokens, and fewer than the model takes, is a mistake unless the length is asked for.
 const LEAST_TOKENS: usize = 512;
@@ -143,14 +145,16 @@ pub(super) fn load_on<B: Backend + 'static>(
         )
     };
     let one = &one;
-    let (hash, first, others) = thread::scope(|scope| {
+    let vocabulary = || Vocabulary::new(vocabulary::read(&options.path)?, c.vocab_size as u32, &c.end_tokens);
+    let (hash, vocabulary, first, others) = thread::scope(|scope| {
         let hash = scope.spawn(|| checkpoint.hash());
+        let vocabulary = scope.spawn(vocabulary);
         let others: Vec<_> = (1..ranks)
             .map(|rank| scope.spawn(move || one(rank, &mut |_| {})))
             .collect();
         let first = one(0, progress);
         let others: Vec<_> = others.into_iter().map(thread::ScopedJoinHandle::join).collect();
-        (hash.join(), first, others)
+        (hash.join(), vocabulary.join(), first, others)
     });
     let (rank, pool) = first?;
     let mut pools = vec![pool];
@@ -170,6 +174,12 @@ pub(super) fn load_on<B: Backend + 'static>(
         path: options.path.clone(),
         what: "it could not be hashed".to_owned(),
     })?;
+    let vocabulary = vocabulary
+        .unwrap_or_else(|_| Err("its vocabulary breaks the reader".to_owned()))
+        .map(Arc::new);
+    if let Err(why) = &vocabulary {
+        tracing::warn!("no answer can be held to a schema: {why}");
+    }
     let spec = ModelSpec {
         name: c.name.clone(),
         hash,
@@ -183,6 +193,7 @@ pub(super) fn load_on<B: Backend + 'static>(
         max_length_tokens: sizes.max_length as u32,
         vocab_size: c.vocab_size as u32,
         end_tokens: c.end_tokens.clone(),
+        vocabulary,
         backend: rank.backend.name(),
         total_pages: sizes.kv.pages as u32,
         page_tokens: options.page_tokens,

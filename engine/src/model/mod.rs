@@ -14,6 +14,7 @@
 //! | `batch.rs` | a step's sequences as the batch buffers' content |
 //! | `ranks.rs` | a model in several parts, a thread each |
 //! | `runner.rs` | the executor |
+//! | `vocabulary.rs` | where the tokens' bytes lie |
 //! | `score.rs` | logits of every position, for judging numerics |
 
 mod batch;
@@ -31,6 +32,7 @@ mod score;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod vocabulary;
 mod weights;
 
 #[cfg(test)]

@@ -10,11 +10,15 @@
 //! | [`adjust`] | what is changed in the row before: biases, penalties, masks |
 //! | [`logprob`] | log-probabilities of the row as the model gave it |
 //! | [`words`] | all of it as words of device buffers |
+//! | [`grammar`] | what a schema allows next |
+//! | [`vocabulary`] | the bytes of every token, for grammars alone |
 //! | `rng.rs` | the counter RNG |
 
 pub mod adjust;
+pub mod grammar;
 pub mod logprob;
 mod rng;
+pub mod vocabulary;
 pub mod words;
 
 use crate::exec::{Adjust, SampleParams};

@@ -1,10 +1,12 @@
 //! What one sequence brings to each choice of a token: its biases, the tokens that it holds, what it may not choose.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::sampling::Sampling;
 use super::seq::Stops;
 use crate::exec::{Adjust, ModelSpec, Sample, mask_words};
+use crate::sample::grammar::{Grammar, GrammarState};
 
 /// The state of one sequence's sampling. A plain one holds nothing and costs nothing.
 #[derive(Debug)]
@@ -18,12 +20,32 @@ pub(super) struct Chooser {
     no_end: Vec<u32>,
     /// Tokens of the answer.
     accepted: u32,
+    grammar: Option<Held>,
+}
+
+/// A grammar, and what it allows next.
+#[derive(Debug)]
+struct Held {
+    state: GrammarState,
+    ends: Vec<u32>,
+    vocab_size: u32,
+    mask: Vec<u32>,
 }
 
 impl Chooser {
     /// At the end of `prompt`, before the answer's first token.
-    pub(super) fn new(sampling: Sampling, prompt: &[u32], stops: &Stops, spec: &ModelSpec) -> Self {
+    ///
+    /// # Errors
+    /// The grammar is too complex to begin with.
+    pub(super) fn new(sampling: Sampling, prompt: &[u32], stops: &Stops, spec: &ModelSpec) -> Result<Self, String> {
+        let held = |grammar: &Arc<Grammar>| Held {
+            state: grammar.start(),
+            ends: stops.ending(&spec.end_tokens).collect(),
+            vocab_size: spec.vocab_size,
+            mask: Vec::new(),
+        };
         let mut chooser = Self {
+            grammar: sampling.grammar.as_ref().map(held),
             seen: Vec::new(),
             places: HashMap::new(),
             no_end: Vec::new(),
@@ -44,7 +66,30 @@ impl Chooser {
                 }
             }
         }
-        chooser
+        chooser.look_ahead()?;
+        Ok(chooser)
+    }
+
+    /// Makes ready what the grammar allows next. Done where nobody waits for it: a mask takes up to a few milliseconds.
+    ///
+    /// # Errors
+    /// The grammar is too complex to go on here.
+    pub(super) fn look_ahead(&mut self) -> Result<(), String> {
+        let early = self.early();
+        let Some(held) = &mut self.grammar else { return Ok(()) };
+        held.state.allowed(&held.ends, held.vocab_size, &mut held.mask)?;
+        if early {
+            held.mask
+                .iter_mut()
+                .zip(&self.no_end)
+                .for_each(|(mask, no_end)| *mask &= no_end);
+        }
+        Ok(())
+    }
+
+    /// Too early to end.
+    fn early(&self) -> bool {
+        self.accepted < self.sampling.min_new_tokens
     }
 
     /// Do the prompt's tokens count?
@@ -67,24 +112,35 @@ impl Chooser {
 
     /// How the next token is chosen.
     pub(super) fn sample(&self) -> Sample<'_> {
-        let early = self.accepted < self.sampling.min_new_tokens;
+        let mask = match &self.grammar {
+            Some(held) => Some(&held.mask[..]),
+            None => self.early().then_some(&self.no_end[..]),
+        };
         Sample {
             params: self.sampling.params,
             adjust: Adjust {
                 biases: &self.sampling.logit_bias,
                 seen: &self.seen,
-                mask: early.then_some(&self.no_end[..]),
+                mask,
             },
             logprobs: self.sampling.logprobs,
         }
     }
 
-    /// The answer has one token more.
-    pub(super) fn accept(&mut self, token: u32) {
+    /// The answer has one token more, which does not end it. Before the next one is chosen it must
+    /// [look ahead](Self::look_ahead).
+    ///
+    /// # Errors
+    /// The grammar does not allow it.
+    pub(super) fn accept(&mut self, token: u32) -> Result<(), String> {
+        if let Some(held) = &mut self.grammar {
+            held.state.accept(token)?;
+        }
         self.accepted += 1;
         if self.penalises() {
             self.see(token, 1);
         }
+        Ok(())
     }
 }
 
@@ -104,6 +160,7 @@ mod tests {
             max_length_tokens: 64,
             vocab_size: 70,
             end_tokens: vec![2, 69],
+            vocabulary: Err("none".to_owned()),
             backend: "test",
             total_pages: 8,
             page_tokens: 8,
@@ -121,14 +178,14 @@ mod tests {
     }
 
     fn chooser(sampling: Sampling) -> Chooser {
-        Chooser::new(sampling, &[5, 9, 5, 5], &stops(false), &spec())
+        Chooser::new(sampling, &[5, 9, 5, 5], &stops(false), &spec()).unwrap()
     }
 
     #[test]
     fn a_plain_sequence_brings_nothing() {
         let mut chooser = chooser(SampleParams::GREEDY.into());
         for token in [5, 6, 5] {
-            chooser.accept(token);
+            chooser.accept(token).unwrap();
         }
         assert_eq!(chooser.sample(), SampleParams::GREEDY.into());
     }
@@ -152,8 +209,8 @@ mod tests {
         assert_eq!(presence.sample().adjust.seen, [[0; 2]; 0]);
         assert_eq!(repetition.sample().adjust.seen, [[5, 0], [9, 0]]);
         for token in [7, 9, 7, 7] {
-            presence.accept(token);
-            repetition.accept(token);
+            presence.accept(token).unwrap();
+            repetition.accept(token).unwrap();
         }
         assert_eq!(presence.sample().adjust.seen, [[7, 3], [9, 1]]);
         assert_eq!(repetition.sample().adjust.seen, [[5, 0], [9, 1], [7, 3]]);
@@ -166,7 +223,7 @@ mod tests {
             ..SampleParams::GREEDY.into()
         };
         for (ignore_eos, forbidden) in [(false, vec![2, 33, 69]), (true, vec![33])] {
-            let mut chooser = Chooser::new(asked.clone(), &[1], &stops(ignore_eos), &spec());
+            let mut chooser = Chooser::new(asked.clone(), &[1], &stops(ignore_eos), &spec()).unwrap();
             for _ in 0..2 {
                 let mask = chooser.sample().adjust.mask.unwrap().to_vec();
                 let off: Vec<u32> = (0..70)
@@ -174,7 +231,7 @@ mod tests {
                     .map(|t| t as u32)
                     .collect();
                 assert_eq!(off, forbidden, "ignore_eos {ignore_eos}");
-                chooser.accept(7);
+                chooser.accept(7).unwrap();
             }
             assert_eq!(chooser.sample().adjust.mask, None);
         }

@@ -9,6 +9,7 @@
 //! | [`scheduler`] | the handle: admission, generate, prefill, drain |
 //! | [`metrics`] | counters and gauges of all of this |
 //! | `sampling` | reads sampling off the wire, for both ends of a hand-off |
+//! | `grammar` | compiles a request's grammar, off the loop's thread |
 //! | `chooser` | what one sequence brings to each choice of a token |
 //! | `shared` | what handle and loop share; places |
 //! | `seq` | one sequence, `(computed, total)` tokens |
@@ -18,6 +19,7 @@
 //! sequences whose prompt is complete, a unified engine runs both.
 
 mod chooser;
+mod grammar;
 pub mod knobs;
 pub mod load;
 pub mod metrics;
@@ -29,6 +31,7 @@ mod seq;
 mod shared;
 pub mod stream;
 
+pub use grammar::compile_grammar;
 pub use knobs::{KnobRange, SchedKnobs};
 pub use load::{Health, LoadSnapshot};
 pub use sampling::{Sampling, read_sampling};

@@ -72,7 +72,7 @@ struct Run {
 enum Outcome {
     Runs,
     Ends(Option<super::seq::Cause>),
-    Fails(Reason, &'static str),
+    Fails(Reason, String),
 }
 
 impl Run {
@@ -298,12 +298,12 @@ impl Run {
             seq.advance(part.tokens, self.step);
             let asked = seq.computed == seq.tokens.len();
             let outcome = match (sampled, asked) {
-                (Sampled::NotFinite, _) => Outcome::Fails(Reason::Internal, "hold NaN or infinity"),
+                (Sampled::NotFinite, _) => Outcome::Fails(Reason::Internal, "hold NaN or infinity".to_owned()),
                 (Sampled::NoneAllowed, _) => Outcome::Fails(
                     Reason::Invalid,
-                    "allow no token: every one is forbidden by what the request asks for",
+                    "allow no token: every one is forbidden by what the request asks for".to_owned(),
                 ),
-                (Sampled::None, true) => Outcome::Fails(Reason::Internal, "were not sampled"),
+                (Sampled::None, true) => Outcome::Fails(Reason::Internal, "were not sampled".to_owned()),
                 (Sampled::None | Sampled::Token(..), false) => Outcome::Runs,
                 (Sampled::Token(token, logprob), true) => {
                     if of_prompt > 0 {
@@ -314,8 +314,9 @@ impl Run {
                     }
                     let ends = seq.accept(token, logprob, &self.shared.spec.end_tokens, now);
                     match (&seq.kind, ends) {
-                        (Kind::Generate { .. }, None) => Outcome::Runs,
-                        (Kind::Generate { .. } | Kind::Prefill { .. }, ends) => Outcome::Ends(ends),
+                        (_, Err(why)) => Outcome::Fails(Reason::Invalid, format!("do not go on by the schema: {why}")),
+                        (Kind::Generate { .. }, Ok(None)) => Outcome::Runs,
+                        (Kind::Generate { .. } | Kind::Prefill { .. }, Ok(ends)) => Outcome::Ends(ends),
                     }
                 }
             };

@@ -3,10 +3,12 @@
 
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use tandem_wire::proto;
 
 use crate::exec::{Logprob, MAX_BIASES, MAX_LOGPROBS, SampleParams};
+use crate::sample::grammar::Grammar;
 
 /// Above it every token is as likely as any other.
 const MAX_TEMPERATURE: f32 = 100.0;
@@ -26,6 +28,8 @@ pub struct Sampling {
     pub logprobs: Option<u32>,
     /// No token ends the answer before so many.
     pub min_new_tokens: u32,
+    /// What the answer must match; [`compile_grammar`](super::compile_grammar) reads it.
+    pub grammar: Option<Arc<Grammar>>,
 }
 
 impl From<SampleParams> for Sampling {
@@ -35,11 +39,12 @@ impl From<SampleParams> for Sampling {
             logit_bias: Vec::new(),
             logprobs: None,
             min_new_tokens: 0,
+            grammar: None,
         }
     }
 }
 
-/// Reads sampling; unset is greedy, and a `top_p` or `repetition_penalty` of 0 is unset, which means 1.
+/// Reads sampling, all but its grammar; unset is greedy, and a `top_p` or `repetition_penalty` of 0 is unset, which means 1.
 ///
 /// # Errors
 /// Names the field, its value and what is allowed.
@@ -73,9 +78,6 @@ pub fn read_sampling(
             s.min_new_tokens
         ));
     }
-    if s.grammar.is_some() {
-        return Err("sampling.grammar is set, this engine has none".to_owned());
-    }
     let or_one = |value: f32| if value == 0.0 { 1.0 } else { value };
     Ok(Sampling {
         params: SampleParams {
@@ -91,6 +93,7 @@ pub fn read_sampling(
         logit_bias: read_bias(&s.logit_bias, vocab_size)?,
         logprobs: s.logprobs,
         min_new_tokens: s.min_new_tokens,
+        grammar: None,
     })
 }
 
@@ -223,6 +226,7 @@ mod tests {
             logit_bias: vec![[99, (-1e30f32).to_bits()]],
             logprobs: Some(20),
             min_new_tokens: 16,
+            grammar: None,
         };
         assert_eq!(sampling.unwrap(), expected);
     }

@@ -300,6 +300,14 @@ impl Scheduler {
             ignore_eos: params.ignore_eos,
             max_new_tokens: params.max_new_tokens.clamp(1, admitted.max_new_tokens),
         };
+        let chooser = match Chooser::new(params.sampling, &admitted.prompt, &stops, &shared.spec) {
+            Ok(chooser) => chooser,
+            Err(why) => {
+                drop(admitted);
+                mailbox.fail(shared.failure(Reason::Invalid, format!("response_format's schema: {why}")));
+                return SeqStream(reader);
+            }
+        };
         let mut seq = Seq {
             kind: Kind::Generate {
                 mailbox,
@@ -309,7 +317,7 @@ impl Scheduler {
             prompt_len: admitted.prompt.len(),
             computed,
             emitted: 0,
-            chooser: Chooser::new(params.sampling, &admitted.prompt, &stops, &shared.spec),
+            chooser,
             stops,
             deadline: params.deadline,
             last_step: 0,
@@ -334,10 +342,18 @@ impl Scheduler {
             Some(First { token, logprob }) => {
                 seq.computed = seq.prompt_len;
                 shared.cache.publish(&seq.tokens, &seq.admitted.pages);
-                if let Some(cause) = seq.accept(token, logprob, &shared.spec.end_tokens, now) {
-                    shared.metrics.finished.inc();
-                    seq.finish(Some(cause), now);
-                    return SeqStream(reader);
+                match seq.accept(token, logprob, &shared.spec.end_tokens, now) {
+                    Ok(None) => {}
+                    Ok(cause) => {
+                        shared.metrics.finished.inc();
+                        seq.finish(cause, now);
+                        return SeqStream(reader);
+                    }
+                    Err(why) => {
+                        let detail = format!("the prefill's first token {token} does not fit the grammar: {why}");
+                        seq.fail(shared.failure(Reason::Internal, detail));
+                        return SeqStream(reader);
+                    }
                 }
             }
             None if computed == seq.prompt_len => {
@@ -373,6 +389,14 @@ impl Scheduler {
         shared.metrics.request("prefill");
         shared.check_request(&params.prompt, 1)?;
         shared.check_open()?;
+        let stops = Stops {
+            stop_token_ids: params.stop_token_ids,
+            ignore_eos: params.ignore_eos,
+            max_new_tokens: params.max_new_tokens,
+        };
+        // a long prompt takes a while to count: not on the loop's thread
+        let chooser = Chooser::new(params.sampling, &params.prompt, &stops, &shared.spec)
+            .map_err(|why| shared.failure(Reason::Invalid, format!("response_format's schema: {why}")))?;
         let bound = shared.knobs().prefill_queue;
         let ahead = shared
             .waiting
@@ -387,15 +411,9 @@ impl Scheduler {
         let mailbox = Mailbox::<PendingPrefill>::new();
         let reader = self.reader(Arc::clone(&mailbox));
         mailbox.update(|pending| pending.queued(ahead));
-        let stops = Stops {
-            stop_token_ids: params.stop_token_ids,
-            ignore_eos: params.ignore_eos,
-            max_new_tokens: params.max_new_tokens,
-        };
         let waiting = Waiting {
             mailbox,
-            // a long prompt takes a while to count: not on the loop's thread
-            chooser: Chooser::new(params.sampling, &params.prompt, &stops, &shared.spec),
+            chooser,
             stops,
             prompt: params.prompt,
             deadline: params.deadline,

@@ -152,17 +152,22 @@ impl Seq {
     }
 
     /// Takes a sampled token; `Some` if it ends the sequence.
+    ///
+    /// # Errors
+    /// The grammar cannot go on from it.
     pub(super) fn accept(
         &mut self,
         token: u32,
         logprob: Option<Logprob>,
         end_tokens: &[u32],
         now: Instant,
-    ) -> Option<Cause> {
+    ) -> Result<Option<Cause>, String> {
         self.first_token.get_or_insert(now);
-        self.chooser.accept(token);
         self.logprob = logprob;
         let ends = self.stops.ends(token, self.emitted, end_tokens);
+        if ends != Some(Cause::Stop) {
+            self.chooser.accept(token)?;
+        }
         if let Kind::Generate { mailbox, gather } = &self.kind
             && ends != Some(Cause::Stop)
         {
@@ -176,7 +181,10 @@ impl Seq {
             });
         }
         self.tokens.push(token);
-        ends
+        if ends.is_none() && matches!(self.kind, Kind::Generate { .. }) {
+            self.chooser.look_ahead()?;
+        }
+        Ok(ends)
     }
 
     /// Frees everything, then tells the reader: a capacity that an answer shows as free is free.

@@ -26,7 +26,9 @@ impl Engine for EngineService {
     type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<Load, Status>> + Send>>;
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let events = generate::start(&self.0, request.into_inner()).map_err(|failure| failure.to_status())?;
+        let events = generate::start(&self.0, request.into_inner())
+            .await
+            .map_err(|failure| failure.to_status())?;
         Ok(Response::new(events))
     }
 

@@ -16,7 +16,9 @@ use tonic::Status;
 
 use super::node::{Shared, UnderWay};
 use crate::exec::Logprob;
-use crate::sched::{Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stops, read_sampling};
+use crate::sched::{
+    Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stops, compile_grammar, read_sampling,
+};
 use crate::transfer::{PullRequest, Pulled};
 
 /// Events that wait for a slow reader; tokens beyond wait in the sequence's mailbox, bounded by the request.
@@ -46,12 +48,14 @@ struct Asked {
 }
 
 /// Checks and admits a request and starts its task; the error refuses the call.
-pub(super) fn start(
+pub(super) async fn start(
     shared: &Arc<Shared>,
     request: GenerateRequest,
 ) -> Result<ReceiverStream<Result<GenerateEvent, Status>>, Failure> {
     shared.check_boot(&request.boot_id)?;
-    let asked = read(shared, request)?;
+    let mut asked = read(shared, request)?;
+    let compiled = compile_grammar(shared.scheduler.spec(), Some(&asked.wire_sampling), &asked.stops).await;
+    asked.sampling.grammar = compiled.map_err(|(reason, why)| shared.failure(reason, why))?;
     let admitted = shared.scheduler.admit(&Admission {
         prompt: Arc::clone(&asked.prompt),
         max_new_tokens: asked.stops.max_new_tokens,

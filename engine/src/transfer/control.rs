@@ -17,7 +17,7 @@ use super::source::{HandOff, Held, Shared};
 use super::timers::TimerValues;
 use super::wait::Overtime;
 use crate::exec::Logprob;
-use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream};
+use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream, Stops, compile_grammar};
 
 /// Messages that wait to be sent.
 pub const OUTBOX: usize = 32;
@@ -60,7 +60,7 @@ pub async fn run(shared: Arc<Shared>, mut inbound: Streaming<DecodeMessage>, out
     let Some(open) = first(&shared, &mut inbound, &outbox).await else {
         return;
     };
-    match Control::open(&shared, inbound, outbox.clone(), open) {
+    match Control::open(&shared, inbound, outbox.clone(), open).await {
         Ok(mut control) => {
             control.serve().await;
             control.linger().await;
@@ -136,13 +136,21 @@ fn send(outbox: &Outbox, message: prefill_message::Message) {
 }
 
 impl Control {
-    fn open(
+    async fn open(
         shared: &Arc<Shared>,
         inbound: Streaming<DecodeMessage>,
         outbox: Outbox,
         open: Open,
     ) -> Result<Self, Failure> {
-        let (key, sampling, hand_off) = shared.check(&open)?;
+        let (key, mut sampling, hand_off) = shared.check(&open)?;
+        let stops = Stops {
+            stop_token_ids: open.stop_token_ids,
+            ignore_eos: open.ignore_eos,
+            max_new_tokens: open.max_new_tokens,
+        };
+        sampling.grammar = compile_grammar(&shared.spec, open.sampling.as_ref(), &stops)
+            .await
+            .map_err(|(reason, why)| Failure::new(reason, Source::Prefill, why))?;
         let Some(hand_off) = shared.registry.insert(key, hand_off) else {
             return Err(Failure::new(
                 Reason::StaleAttempt,
@@ -171,9 +179,9 @@ impl Control {
         let events = shared.scheduler.prefill(PrefillParams {
             prompt: open.prompt_tokens.into(),
             sampling,
-            stop_token_ids: open.stop_token_ids,
-            ignore_eos: open.ignore_eos,
-            max_new_tokens: open.max_new_tokens,
+            stop_token_ids: stops.stop_token_ids,
+            ignore_eos: stops.ignore_eos,
+            max_new_tokens: stops.max_new_tokens,
             deadline: remaining.and_then(|r| begun.checked_add(r)),
         });
         match events {

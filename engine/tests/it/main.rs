@@ -12,6 +12,7 @@ mod numerics;
 mod safetensors;
 mod sched;
 mod sched_places;
+mod schema;
 mod serve;
 mod support;
 mod tiny;

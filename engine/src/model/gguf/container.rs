@@ -63,7 +63,18 @@ pub struct Gguf {
     path: PathBuf,
     map: Mmap,
     metadata: BTreeMap<String, Value>,
+    arrays: BTreeMap<String, ArrayPlace>,
     tensors: BTreeMap<String, TensorInfo>,
+}
+
+/// Where a checked metadata array lies.
+#[derive(Debug, Clone, Copy)]
+struct ArrayPlace {
+    /// Type of its elements.
+    element: u32,
+    count: u64,
+    /// Of its first element in the file.
+    start: usize,
 }
 
 /// The format allows any power of two; more than this is damage.
@@ -80,16 +91,18 @@ impl Gguf {
         // SAFETY: the mapping is read only and private to this value. A file that is cut while it is mapped would raise
         // SIGBUS: the map is dropped as soon as the weights are packed, so that is a matter of the loading seconds.
         let map = unsafe { Mmap::map(&file) }.map_err(open)?;
-        let (metadata, tensors) = Header {
+        let (metadata, arrays, tensors) = Header {
             path,
             bytes: &map,
             at: 0,
+            arrays: BTreeMap::new(),
         }
         .read()?;
         Ok(Self {
             path: path.to_owned(),
             map,
             metadata,
+            arrays,
             tensors,
         })
     }
@@ -107,6 +120,37 @@ impl Gguf {
     /// All metadata.
     pub fn metadata(&self) -> &BTreeMap<String, Value> {
         &self.metadata
+    }
+
+    /// The texts of a metadata array; `None` where there is none of texts.
+    pub(in crate::model) fn texts(&self, key: &str) -> Option<Vec<String>> {
+        let (mut header, count) = self.elements(key, |element| element == 8)?;
+        (0..count).map(|_| header.text(key).ok()).collect()
+    }
+
+    /// The whole numbers of a metadata array; `None` where there is none of them.
+    pub(in crate::model) fn integers(&self, key: &str) -> Option<Vec<i64>> {
+        let element = self.arrays.get(key)?.element;
+        let (mut header, count) = self.elements(key, |_| true)?;
+        (0..count)
+            .map(|_| match header.scalar(element, key, key).ok()? {
+                Value::Signed(n) => Some(n),
+                Value::Unsigned(n) => i64::try_from(n).ok(),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// The header at an array's first element, and how many there are.
+    fn elements(&self, key: &str, wanted: impl Fn(u32) -> bool) -> Option<(Header<'_>, u64)> {
+        let place = self.arrays.get(key).filter(|place| wanted(place.element))?;
+        let header = Header {
+            path: &self.path,
+            bytes: &self.map,
+            at: place.start,
+            arrays: BTreeMap::new(),
+        };
+        Some((header, place.count))
     }
 
     /// All tensors.
@@ -138,9 +182,14 @@ struct Header<'a> {
     path: &'a Path,
     bytes: &'a [u8],
     at: usize,
+    arrays: BTreeMap<String, ArrayPlace>,
 }
 
-type Tables = (BTreeMap<String, Value>, BTreeMap<String, TensorInfo>);
+type Tables = (
+    BTreeMap<String, Value>,
+    BTreeMap<String, ArrayPlace>,
+    BTreeMap<String, TensorInfo>,
+);
 
 impl<'a> Header<'a> {
     fn read(mut self) -> Result<Tables, LoadError> {
@@ -226,7 +275,7 @@ impl<'a> Header<'a> {
             }
         }
         self.no_overlap(&tensors)?;
-        Ok((metadata, tensors))
+        Ok((metadata, self.arrays, tensors))
     }
 
     /// Each byte belongs to one tensor at most, so all tensors together are no longer than the file.
@@ -289,6 +338,9 @@ impl<'a> Header<'a> {
         }
         let element = self.u32(&what)?;
         let count = self.u64(&what)?;
+        let start = self.at;
+        let place = ArrayPlace { element, count, start };
+        self.arrays.insert(key.to_owned(), place);
         match element {
             8 => {
                 for _ in 0..count {

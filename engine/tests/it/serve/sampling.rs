@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
+use serde_json::Value;
 use tandem_engine::exec::Logprob;
 use tandem_engine::sched::{Role, SchedKnobs, read_sampling};
 use tandem_engine::serve::NodeConfig;
+use tandem_wire::proto;
 use tandem_wire::proto::finished::Cause;
 use tandem_wire::proto::{GenerateRequest, LogitBias, OnPrefillFailure, Peer, Sampling};
 use tandem_wire::{BootId, Reason};
 
-use crate::support::fake::{END_TOKEN, FakeConfig, mix, solo_with};
+use crate::support::fake::{END_TOKEN, FakeConfig, mix, solo_with, token_bytes};
 use crate::support::node::{Answer, TestNode, config};
 use crate::support::sched::{prompt, until_idle};
 
@@ -207,6 +209,99 @@ async fn neighbours_with_other_parameters_do_not_change_an_answer() {
     let Some(rig) = Arc::into_inner(rig) else {
         panic!("a task still runs")
     };
+    rig.close().await;
+}
+
+fn schema(text: &str) -> proto::Grammar {
+    proto::Grammar {
+        kind: Some(proto::grammar::Kind::JsonSchema(text.to_owned())),
+    }
+}
+
+const POINT: &str = r#"{"type": "object", "properties": {"x": {"type": "integer", "minimum": 10, "maximum": 99},
+    "name": {"type": "string", "minLength": 2, "maxLength": 5}}, "required": ["x", "name"], "additionalProperties": false}"#;
+
+#[tokio::test]
+async fn an_answer_to_a_schema_is_the_same_with_a_hand_off_without_and_recomputed() {
+    let rig = Rig::start().await;
+    let text = token_bytes();
+    for seed in 0..6_u64 {
+        let prompt = prompt(seed as u32 + 1, 70);
+        let sampling = Sampling {
+            temperature: if seed % 2 == 0 { 1.0 } else { 0.0 },
+            top_p: 1.0,
+            seed,
+            repetition_penalty: 1.1,
+            logprobs: Some(1),
+            // all that the schema allows takes fewer tokens than this
+            grammar: Some(schema(POINT)),
+            ..Sampling::default()
+        };
+        let mut tokens = None;
+        for (node, peer, recomputed) in [
+            (&rig.unified, None, false),
+            (&rig.decode, Some(rig.prefill.peer()), false),
+            (&rig.decode, Some(nobody()), true),
+        ] {
+            let asked = GenerateRequest {
+                on_prefill_failure: OnPrefillFailure::Recompute.into(),
+                max_new_tokens: 64,
+                ..request(node, &prompt, &sampling, peer)
+            };
+            let answer = node.ask(asked).await.unwrap();
+            assert_eq!(answer.cause, Some(Cause::Stop));
+            assert_eq!(answer.usage.recomputed, recomputed);
+            assert_eq!(answer.logprobs.len(), answer.tokens.len());
+            assert_eq!(*tokens.get_or_insert_with(|| answer.tokens.clone()), answer.tokens);
+        }
+        let bytes: Vec<u8> = tokens.unwrap().iter().flat_map(|t| text[*t as usize].clone()).collect();
+        let value: Value = serde_json::from_slice(&bytes).unwrap();
+        assert!((10..100).contains(&value["x"].as_i64().unwrap()), "{value}");
+        assert!(
+            (2..6).contains(&value["name"].as_str().unwrap().chars().count()),
+            "{value}"
+        );
+    }
+    rig.close().await;
+}
+
+#[tokio::test]
+async fn a_schema_that_cannot_be_held_to_is_refused_by_name() {
+    let rig = Rig::start().await;
+    let prompt = prompt(1, 10);
+    let with = |grammar, change: fn(&mut GenerateRequest)| {
+        let sampling = Sampling {
+            grammar: Some(grammar),
+            ..Sampling::default()
+        };
+        let mut asked = request(&rig.unified, &prompt, &sampling, None);
+        change(&mut asked);
+        asked
+    };
+    let long = format!(r#"{{"title": "{}"}}"#, "x".repeat(300 << 10));
+    for (asked, named) in [
+        (
+            with(schema(r#"{"type": 3}"#), |_| {}),
+            "response_format's schema is refused",
+        ),
+        (with(schema(&long), |_| {}), "response_format's schema has 3072"),
+        (
+            with(schema(POINT), |r| r.ignore_eos = true),
+            "a token that ends the answer",
+        ),
+        (with(proto::Grammar::default(), |_| {}), "sampling.grammar is of a kind"),
+    ] {
+        let failure = rig.unified.ask(asked).await.unwrap_err();
+        assert_eq!(failure.reason, Reason::Invalid, "{failure}");
+        assert!(failure.detail.contains(named), "{failure}");
+    }
+    // the longest answer to it has fewer tokens
+    let impossible = with(schema(r#"{"enum": [1]}"#), |r| {
+        r.sampling.as_mut().unwrap().min_new_tokens = 5;
+    });
+    let failure = rig.unified.ask(impossible).await.unwrap_err();
+    assert_eq!(failure.reason, Reason::Invalid, "{failure}");
+    assert!(failure.detail.contains("allow no token"), "{failure}");
     rig.close().await;
 }
 

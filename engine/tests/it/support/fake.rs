@@ -4,7 +4,7 @@
 //! whole sequence's KV back and hashes it. So a byte that is lost, stale or another request's changes all tokens after it,
 //! and neither neighbours nor chunks can.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -12,6 +12,7 @@ use tandem_engine::exec::{
     Adjust, Executor, KvError, KvRun, KvStore, Logprob, ModelSpec, PageId, Sample, SampleParams, Sampled, StepError,
     StepSeq,
 };
+use tandem_engine::sample::grammar::Vocabulary;
 use tandem_engine::sample::logprob::{self, LOGPROB_WORDS};
 use tandem_engine::sample::{Unchosen, Work};
 use tandem_engine::sched::Sampling;
@@ -28,6 +29,23 @@ const HEAD_DIM: u32 = 8;
 const RUN_BYTES: usize = HEADS as usize * HEAD_DIM as usize * 2;
 /// Bytes of one token.
 const TOKEN_BYTES: usize = LAYERS as usize * 2 * RUN_BYTES;
+
+/// Every byte, and what JSON often holds; all other tokens stand for no text.
+pub fn token_bytes() -> Vec<Vec<u8>> {
+    let mut tokens = vec![Vec::new(); 10];
+    tokens.extend((0..=255).map(|byte| vec![byte]));
+    let words = [
+        "{\"", "\":", "\": ", "\",", "\", \"", "\"}", "[1", "],", "true", "false", "null", "name", "12", "ab",
+    ];
+    tokens.extend(words.map(|w| w.as_bytes().to_vec()));
+    tokens
+}
+
+fn vocabulary() -> Result<Arc<Vocabulary>, String> {
+    static MADE: OnceLock<Result<Arc<Vocabulary>, String>> = OnceLock::new();
+    let made = || Vocabulary::new(token_bytes(), VOCAB, &[END_TOKEN]).map(Arc::new);
+    MADE.get_or_init(made).clone()
+}
 
 /// What an executor is set up for.
 #[derive(Debug, Clone)]
@@ -230,6 +248,7 @@ impl FakeExecutor {
                 max_length_tokens: config.max_length_tokens,
                 vocab_size: VOCAB,
                 end_tokens: vec![END_TOKEN],
+                vocabulary: vocabulary(),
                 backend: "fake",
                 total_pages: config.total_pages,
                 page_tokens: config.page_tokens,
