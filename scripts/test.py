@@ -39,18 +39,16 @@ BUILD = [
 CARGO_TEST = ["cargo", "test", "--release", "--workspace", "--locked", "--no-fail-fast"]
 # One test at a time: they stop, kill and time processes that want both cores.
 ALONE = ["--", "--test-threads=1"]
+PYTEST_OF = "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m pytest -q"
 EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
     Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
     Tier("process", [*CARGO_TEST, "--test", "process", *ALONE], 30),
-    Tier(
-        "clients",
-        ["sh", "-c", "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m pytest -q e2e/python"],
-        15,
-    ),
+    Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
 ]
 LONG = [
     Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 75),
+    Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
 ]

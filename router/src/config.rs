@@ -124,6 +124,9 @@ pub struct Config {
     /// Largest request body.
     #[arg(long, default_value_t = 8 << 20)]
     pub max_body_bytes: usize,
+    /// Request bodies held at once, all together; more are told to come again.
+    #[arg(long, default_value_t = 256 << 20)]
+    pub max_bodies_bytes: usize,
     /// Longest prompt with answer; the default is what the engines can take.
     #[arg(long)]
     pub max_length_tokens: Option<u32>,
@@ -175,6 +178,12 @@ impl Config {
         ];
         if let Some((flag, _)) = nonzero.iter().find(|(_, value)| *value == 0) {
             return Err(format!("{flag} is 0: give at least 1"));
+        }
+        if self.max_bodies_bytes < self.max_body_bytes {
+            return Err(format!(
+                "--max-bodies-bytes is {}: give at least --max-body-bytes, which is {}",
+                self.max_bodies_bytes, self.max_body_bytes
+            ));
         }
         let (timeout, interval) = (self.keepalive_timeout_ms, self.keepalive_interval_ms);
         if timeout <= interval {
@@ -241,7 +250,8 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_refused_by_its_name() {
-        let cases: [(&[&str], &str); 7] = [
+        let cases: [(&[&str], &str); 8] = [
+            (&["--max-bodies-bytes", "8388607"], "--max-bodies-bytes"),
             (&["--queue-ms", "0"], "--queue-ms"),
             (&["--sse-comment-ms", "0"], "--sse-comment-ms"),
             (&["--keepalive-timeout-ms", "5000"], "--keepalive-timeout-ms"),

@@ -37,6 +37,14 @@ pub enum RouterError {
         /// The limit.
         limit_bytes: usize,
     },
+    /// The bodies that are being read have as many bytes together as they may.
+    #[error(
+        "the requests that are arriving hold {limit_bytes} bytes already, the limit of this server; try again later"
+    )]
+    BodiesFull {
+        /// `--max-bodies-bytes`.
+        limit_bytes: usize,
+    },
     /// The body did not arrive whole.
     #[error("the body did not arrive: {0}")]
     BodyIncomplete(String),
@@ -218,7 +226,7 @@ impl RouterError {
             Self::Unauthorized(_) => Class::Locked,
             Self::NoPath { .. } | Self::UnknownModel { .. } => Class::NotFound,
             Self::Method { .. } => Class::Method,
-            Self::QueueFull { .. } => Class::Busy,
+            Self::QueueFull { .. } | Self::BodiesFull { .. } => Class::Busy,
             Self::QueueTimeout { .. } | Self::NoDecode(_) | Self::NoPrefill(_) | Self::Draining => Class::Unavailable,
             Self::Deadline(_) => Class::Timeout,
             Self::Internal(_) => Class::Internal,
@@ -233,6 +241,7 @@ impl RouterError {
             Self::Field { .. } => "invalid_field",
             Self::Unsupported { .. } => "unsupported_parameter",
             Self::BodyTooLarge { .. } => "body_too_large",
+            Self::BodiesFull { .. } => "bodies_full",
             Self::BodyIncomplete(_) => "body_incomplete",
             Self::BodyTimeout(_) => "body_timeout",
             Self::ContentType(_) => "unsupported_content_type",
@@ -258,7 +267,7 @@ impl RouterError {
     pub fn source(&self) -> &'static str {
         let source = match self {
             Self::Engine(failure) => failure.source,
-            _ if self.class().status().is_client_error() && !matches!(self, Self::QueueFull { .. }) => Source::Client,
+            _ if self.class().status().is_client_error() && self.class() != Class::Busy => Source::Client,
             _ => Source::Router,
         };
         match source {
@@ -274,6 +283,7 @@ impl RouterError {
     pub fn retryable(&self) -> bool {
         match self {
             Self::QueueFull { .. }
+            | Self::BodiesFull { .. }
             | Self::QueueTimeout { .. }
             | Self::NoDecode(_)
             | Self::NoPrefill(_)
@@ -359,6 +369,7 @@ pub fn all_codes() -> impl Iterator<Item = &'static str> {
         "invalid_field",
         "unsupported_parameter",
         "body_too_large",
+        "bodies_full",
         "body_incomplete",
         "body_timeout",
         "unsupported_content_type",

@@ -40,6 +40,8 @@ use api::prepare::TextWork;
 use engines::Engines;
 use flow::{Flow, Queue};
 use http::App;
+use http::body::Budget;
+use http::probe::Probe;
 use text::{Text, TextError, ToolFormat};
 
 /// Why a router did not start.
@@ -107,6 +109,8 @@ impl Router {
         });
         let watcher = tokio::spawn(follow(Arc::clone(&flow), readiness.clone()));
         let app = Arc::new(App {
+            bodies: Budget::new(config.max_bodies_bytes),
+            probe: Probe::new(&text)?,
             text: TextWork::new(text, metrics),
             config,
             keys: locks.keys,

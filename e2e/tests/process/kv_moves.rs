@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use tandem_e2e::salted_tokens;
-use tandem_e2e::stack::Pair;
+use tandem_e2e::stack::{MODEL, Pair, Router};
+use tandem_e2e::{probe, salted_tokens};
 use tandem_wire::KvLayout;
 
 const IDLE: Duration = Duration::from_secs(10);
@@ -68,6 +68,42 @@ async fn a_prompt_that_decode_has_whole_still_hands_off_and_answers_the_same() {
     assert!(
         moved < first.moved_bytes / 8,
         "{moved} bytes moved for a prompt that decode has"
+    );
+
+    pair.idle(IDLE).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_answers_to_one_prompt_move_it_once() {
+    let (pair, relay) = Pair::start_behind_relay(&[]).await;
+    let router = Router::start(&[&pair.prefill], &[&pair.decode], &[]).await;
+    let info = pair.decode.info().await;
+    let layout = KvLayout::from_wire(info.layout.as_ref()).expect("decode names its layout");
+    let (token_bytes, page) = (layout.token_bytes() as u64, u64::from(layout.page_tokens));
+    let prompt = salted_tokens(4, 600, info.vocab_size);
+
+    let before = relay.received_bytes();
+    let body = serde_json::json!({
+        "model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": true, "n": 4, "seed": 9,
+    });
+    let answer = probe::http()
+        .post(format!("{}/v1/completions", router.url()))
+        .json(&body)
+        .send()
+        .await
+        .expect("the router answers");
+    let answer: serde_json::Value = answer.json().await.expect("JSON");
+    let moved = relay.received_bytes() - before;
+
+    assert_eq!(answer["choices"].as_array().map(Vec::len), Some(4), "{answer}");
+    assert_eq!(answer["usage"]["prompt_tokens"], 600);
+    assert_eq!(answer["usage"]["completion_tokens"], 4 * 8);
+    // Each of the others lacks at most the prompt's last page.
+    let (once, most) = (600 * token_bytes, (600 + 3 * page) * token_bytes);
+    println!("{moved} bytes at the data socket for 4 answers, {once} for one");
+    assert!(
+        moved >= once && moved < most + most / 50,
+        "{moved} bytes moved, {most} are enough"
     );
 
     pair.idle(IDLE).await;

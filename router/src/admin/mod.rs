@@ -30,7 +30,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::error::{Locked, RouterError};
 use crate::http::App;
-use crate::http::body::{Answer, read};
+use crate::http::body::{Answer, Budget, read};
 use crate::http::routes::{REQUEST_ID, json, presented, refusal, request_id, turn_away};
 use crate::http::socket::Socket;
 
@@ -162,8 +162,9 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
         Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
         Path::Drain | Path::Resume => {
             let (parts, body) = request.into_parts();
-            let body = read(&parts.headers, body, MAX_BODY_BYTES).await?;
-            let order = orders::Order::read(&body, matches!(path, Path::Resume))?;
+            // not of the budget of the clients' bodies: an order must come through while those are many
+            let held = read(&parts.headers, body, MAX_BODY_BYTES, &Budget::new(MAX_BODY_BYTES)).await?;
+            let order = orders::Order::read(&held.bytes, matches!(path, Path::Resume))?;
             Ok(outcome(&orders::drain(engines, &token, &order).await?))
         }
     }

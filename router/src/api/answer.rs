@@ -6,7 +6,8 @@ use super::Head;
 use super::logprobs::Logprobs;
 use crate::flow::{Done, Piece};
 use crate::metrics::Endpoint;
-use crate::text::Vocabulary;
+use crate::text::tools::{self, ToolCall};
+use crate::text::{ToolFormat, Vocabulary};
 
 /// OpenAI's `usage`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -46,6 +47,28 @@ pub struct Whole {
     pub piece: Piece,
     /// Its end.
     pub done: Done,
+    /// The calls that were written in it, which its text has no more.
+    pub calls: Vec<ToolCall>,
+}
+
+impl Whole {
+    /// Takes the calls out of the text.
+    pub fn new(mut piece: Piece, mut done: Done, format: Option<ToolFormat>) -> Self {
+        let mut calls = Vec::new();
+        if let Some(format) = format {
+            let parts = tools::whole(format, &piece.text);
+            (piece.text, calls) = (parts.text, parts.calls);
+            if !calls.is_empty() {
+                done.finish = done.finish.with_calls();
+            }
+        }
+        Self { piece, done, calls }
+    }
+}
+
+/// A call's name for the message that answers it.
+pub fn call_id() -> String {
+    format!("call_{:024x}", rand::random::<u128>() >> 32)
 }
 
 /// The answer as JSON; `scores`: with log-probabilities.
@@ -72,8 +95,31 @@ pub fn whole(head: &Head, choices: &[Whole], scores: Option<&Vocabulary>) -> Vec
     #[derive(Serialize)]
     struct Message<'a> {
         role: &'a str,
-        content: &'a str,
+        content: Option<&'a str>,
         refusal: (),
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        tool_calls: Vec<Call<'a>>,
+    }
+    #[derive(Serialize)]
+    struct Call<'a> {
+        id: String,
+        r#type: &'a str,
+        function: Function<'a>,
+    }
+    #[derive(Serialize)]
+    struct Function<'a> {
+        name: &'a str,
+        arguments: &'a str,
+    }
+    fn call(call: &ToolCall) -> Call<'_> {
+        Call {
+            id: call_id(),
+            r#type: "function",
+            function: Function {
+                name: &call.name,
+                arguments: &call.arguments,
+            },
+        }
     }
     let chat = head.endpoint == Endpoint::Chat;
     let answer = Answer {
@@ -88,8 +134,10 @@ pub fn whole(head: &Head, choices: &[Whole], scores: Option<&Vocabulary>) -> Vec
                 index,
                 message: chat.then_some(Message {
                     role: "assistant",
-                    content: &choice.piece.text,
+                    content: Some(choice.piece.text.as_str())
+                        .filter(|text| choice.calls.is_empty() || !text.is_empty()),
                     refusal: (),
+                    tool_calls: choice.calls.iter().map(call).collect(),
                 }),
                 text: (!chat).then_some(&choice.piece.text),
                 logprobs: scores.map(|vocabulary| Logprobs::new(head.endpoint, &choice.piece.tokens, vocabulary)),

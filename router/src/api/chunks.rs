@@ -6,12 +6,12 @@ use bytes::Bytes;
 use serde::Serialize;
 
 use super::Head;
-use super::answer::Usage;
+use super::answer::{Usage, call_id};
 use super::logprobs::Logprobs;
 use crate::error::RouterError;
 use crate::flow::{Finish, Piece};
 use crate::metrics::Endpoint;
-use crate::text::Vocabulary;
+use crate::text::{ToolEvent, Vocabulary};
 
 /// What a good stream ends with, and a broken one never does.
 pub const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
@@ -90,6 +90,55 @@ impl Chunks {
         } else {
             self.chunk(index, &json, logprobs, None)
         }
+    }
+
+    /// What a scanner found.
+    pub fn event(&self, index: usize, event: &ToolEvent) -> Bytes {
+        #[derive(Serialize)]
+        struct Delta<'a> {
+            tool_calls: [Call<'a>; 1],
+        }
+        #[derive(Serialize)]
+        struct Call<'a> {
+            index: usize,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            id: Option<String>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            r#type: Option<&'a str>,
+            function: Function<'a>,
+        }
+        #[derive(Serialize)]
+        struct Function<'a> {
+            #[serde(skip_serializing_if = "Option::is_none")]
+            name: Option<&'a str>,
+            arguments: &'a str,
+        }
+        let call = match event {
+            ToolEvent::Text(text) => {
+                let text = serde_json::to_string(text).unwrap_or_default();
+                return self.chunk(index, &format!("{{\"content\":{text}}}"), "null", None);
+            }
+            ToolEvent::CallStart { index, name } => Call {
+                index: *index,
+                id: Some(call_id()),
+                r#type: Some("function"),
+                function: Function {
+                    name: Some(name),
+                    arguments: "",
+                },
+            },
+            ToolEvent::Arguments { index, delta } => Call {
+                index: *index,
+                id: None,
+                r#type: None,
+                function: Function {
+                    name: None,
+                    arguments: delta,
+                },
+            },
+        };
+        let delta = serde_json::to_string(&Delta { tool_calls: [call] }).unwrap_or_default();
+        self.chunk(index, &delta, "null", None)
     }
 
     /// The end of a choice.

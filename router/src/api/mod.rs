@@ -6,6 +6,8 @@
 //! | [`fields`] | fields that have more than one shape |
 //! | [`sampling`] | how tokens are drawn |
 //! | [`prepare`] | from a body to what the engines are asked for |
+//! | [`tools`] | what a chat may call, and must |
+//! | [`tokens`] | from text to tokens and back, without an engine |
 //! | [`logprobs`] | log-probabilities, as both APIs write them |
 //! | [`answer`] | whole answers |
 //! | [`chunks`] | streamed answers, as server-sent events |
@@ -17,6 +19,8 @@ pub mod logprobs;
 pub mod prepare;
 pub mod request;
 pub mod sampling;
+pub mod tokens;
+pub mod tools;
 
 use std::time::SystemTime;
 

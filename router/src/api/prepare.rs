@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 use super::fields::Prompt;
 use super::request::{ChatBody, Common, CompletionBody};
 use super::sampling::sampling;
+use super::tools::Tools;
 use crate::error::RouterError;
 use crate::flow::Spec;
 use crate::flow::choice::fit;
@@ -37,6 +38,19 @@ pub struct Limits {
     pub max_length_tokens: Option<u32>,
     /// Time for the whole request.
     pub time: Duration,
+}
+
+impl Limits {
+    /// Is it the one model?
+    pub(super) fn check_model(&self, asked: &str) -> Result<(), RouterError> {
+        if asked == self.model {
+            return Ok(());
+        }
+        Err(RouterError::UnknownModel {
+            asked: asked.to_owned(),
+            served: self.model.clone(),
+        })
+    }
 }
 
 /// Where the request came from.
@@ -87,7 +101,11 @@ impl TextWork {
     }
 
     /// Refuses a text that is too long whatever its tokens are: tokenizing 8 MiB takes seconds of a core.
-    fn bound(&self, limits: &Limits, endpoint: Endpoint) -> impl Fn(&str) -> Result<(), RouterError> + Send + 'static {
+    pub(super) fn bound(
+        &self,
+        limits: &Limits,
+        endpoint: Endpoint,
+    ) -> impl Fn(&str) -> Result<(), RouterError> + Send + 'static {
         let (longest, max) = (self.longest_token_bytes, limits.max_length_tokens);
         move |text| {
             let least = text.len() / longest / SHRINKS;
@@ -108,9 +126,9 @@ impl TextWork {
     }
 
     /// Runs `work` where it delays nobody, until the request's time is over.
-    async fn run<T: Send + 'static>(
+    pub(super) async fn run<T: Send + 'static>(
         &self,
-        template: &Template,
+        deadline: Instant,
         limits: &Limits,
         work: impl FnOnce(&Text) -> Result<T, RouterError> + Send + 'static,
     ) -> Result<T, RouterError> {
@@ -125,7 +143,7 @@ impl TextWork {
             })
             .await
         };
-        let done = tokio::time::timeout_at(template.spec.deadline.into(), done)
+        let done = tokio::time::timeout_at(deadline.into(), done)
             .await
             .map_err(|_| RouterError::Deadline(limits.time))?
             .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
@@ -139,16 +157,23 @@ impl TextWork {
             logprobs: body.scores()?,
             ..body.common()
         };
-        let template = Template::check(common, limits, origin, Endpoint::Chat, self.text.vocabulary().len())?;
+        let mut template = Template::check(common, limits, origin, Endpoint::Chat, self.text.vocabulary().len())?;
         if body.messages.as_ref().is_none_or(Vec::is_empty) {
             return Err(RouterError::field("messages", "give at least one message"));
         }
+        let tools = Tools::read(&body, self.text.tool_format())?;
+        template.spec.calls = tools.format;
+        if tools.grammar.is_some() {
+            template.spec.sampling.grammar = tools.grammar;
+        }
+        let shown = tools.shown;
         let (n, stream, include_usage) = (template.n, template.stream, template.include_usage);
         let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
-            .run(&template, limits, move |text| {
+            .run(template.spec.deadline, limits, move |text| {
                 let messages = body.messages.unwrap_or_default();
                 let mut input = ChatInput::new(&messages);
+                input.tools = shown.as_ref();
                 input.kwargs = body.chat_template_kwargs.as_ref();
                 let rendered = text.render_chat(&input)?;
                 bound(&rendered)?;
@@ -199,7 +224,7 @@ impl TextWork {
         let single = prompts.len() == 1;
         let bound = self.bound(limits, Endpoint::Completions);
         let all = self
-            .run(&template, limits, move |text| {
+            .run(template.spec.deadline, limits, move |text| {
                 let vocabulary = text.vocabulary().len();
                 prompts
                     .into_iter()
@@ -209,21 +234,15 @@ impl TextWork {
                             bound(&prompt)?;
                             Ok(text.encode_prompt(&prompt)?)
                         }
-                        Prompt::Ids(ids) => match ids.iter().position(|&id| id as usize >= vocabulary) {
-                            None => Ok(ids),
-                            Some(wrong) => {
-                                let place = if single {
-                                    format!("prompt[{wrong}]")
-                                } else {
-                                    format!("prompt[{at}][{wrong}]")
-                                };
-                                let detail = format!(
-                                    "token id {} is not below {vocabulary}, the vocabulary's size",
-                                    ids[wrong]
-                                );
-                                Err(RouterError::field(place, detail))
-                            }
-                        },
+                        Prompt::Ids(ids) => {
+                            let field = if single {
+                                "prompt".to_owned()
+                            } else {
+                                format!("prompt[{at}]")
+                            };
+                            check_ids(&field, &ids, vocabulary)?;
+                            Ok(ids)
+                        }
                     })
                     .collect::<Result<Vec<_>, _>>()
             })
@@ -261,12 +280,7 @@ impl Template {
         let asked = common
             .model
             .ok_or_else(|| RouterError::field("model", "missing; GET /v1/models names it"))?;
-        if asked != limits.model {
-            return Err(RouterError::UnknownModel {
-                asked: asked.to_owned(),
-                served: limits.model.clone(),
-            });
-        }
+        limits.check_model(asked)?;
         if common.max_tokens == Some(0) {
             return Err(RouterError::field(common.max_tokens_field, "0 is not at least 1"));
         }
@@ -286,6 +300,7 @@ impl Template {
                 stop_token_ids: common.stop_token_ids.to_vec(),
                 ignore_eos: common.ignore_eos,
                 stops: common.stop.to_vec(),
+                calls: None,
                 show_special_tokens: !common.skip_special_tokens,
                 streamed: common.stream,
             },
@@ -301,7 +316,11 @@ impl Template {
             return Err(RouterError::field(self.spec.endpoint.prompt_field(), "has no token"));
         }
         if let Some(max_length_tokens) = limits.max_length_tokens {
-            fit(&self.spec, max_length_tokens)?;
+            let (least, most) = (self.spec.sampling.min_new_tokens, fit(&self.spec, max_length_tokens)?);
+            if least > most {
+                let detail = format!("{least} tokens do not fit: this answer may have {most}");
+                return Err(RouterError::field("min_tokens", detail));
+            }
         }
         Ok(self.spec)
     }
@@ -317,6 +336,20 @@ fn check_choices(prompts: usize, n: usize) -> Result<(), RouterError> {
         _ => return Ok(()),
     };
     Err(RouterError::field("n", detail))
+}
+
+/// Does the vocabulary have them all?
+pub(super) fn check_ids(field: &str, ids: &[u32], vocabulary: usize) -> Result<(), RouterError> {
+    match ids.iter().position(|&id| id as usize >= vocabulary) {
+        None => Ok(()),
+        Some(wrong) => {
+            let detail = format!(
+                "token id {} is not below {vocabulary}, the vocabulary's size",
+                ids[wrong]
+            );
+            Err(RouterError::field(format!("{field}[{wrong}]"), detail))
+        }
+    }
 }
 
 fn check_stop_tokens(ids: &[u32], vocabulary: usize) -> Result<(), RouterError> {

@@ -206,14 +206,16 @@ body! {
         messages: Vec<Message>,
         /// Further variables of the chat template.
         chat_template_kwargs: Json,
+        /// What may be called.
+        tools: Json,
+        /// What must be.
+        tool_choice: Json,
         /// Report each token's log-probability.
         logprobs: bool,
         /// With so many of the likeliest.
         top_logprobs: u32,
     }
     refused {
-        tools = [],
-        tool_choice = "auto",
         functions = [],
         function_call = "auto",
         audio = null,
@@ -311,9 +313,9 @@ fn refuse(param: &str, given: Option<&serde_json::Value>, neutral: &serde_json::
     })
 }
 
-/// Reads a body; where it is at fault, reads it again and follows the path to the field. Following it always would be 3 % of a
-/// request whose prompt is token ids.
-fn read<T: DeserializeOwned>(json: &[u8]) -> Result<T, RouterError> {
+/// Reads JSON; the error names the field: where it is at fault, it is read again and the path to the field is followed. Following
+/// it always would be 3 % of a request whose prompt is token ids.
+pub(super) fn read<T: DeserializeOwned>(json: &[u8]) -> Result<T, RouterError> {
     serde_json::from_slice(json).or_else(|_| read_with_path(json))
 }
 

@@ -12,7 +12,7 @@ use crate::error::RouterError;
 /// Most tokens with a bias, as at OpenAI's.
 const MAX_BIASES: usize = 300;
 /// Largest JSON schema: an engine compiles it before the first token.
-const MAX_SCHEMA_BYTES: usize = 64 << 10;
+pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
 /// Most of the likeliest tokens that are reported with each one.
 pub const MAX_LOGPROBS: u32 = 20;
 

@@ -19,7 +19,7 @@ use super::verdict::{MAX_ATTEMPTS, Met};
 use crate::engines::{Avoid, Lease, Leg, Need, Prefer, Side, Verdict};
 use crate::error::RouterError;
 use crate::metrics::{Endpoint, Phase};
-use crate::text::{TextError, TextStream};
+use crate::text::{TextError, TextStream, ToolFormat};
 
 /// Before the second retry; the first goes at once.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -49,6 +49,8 @@ pub struct Spec {
     pub ignore_eos: bool,
     /// Texts that end it.
     pub stops: Vec<String>,
+    /// How tool calls are written in it; their marks are a part of the text.
+    pub calls: Option<ToolFormat>,
     /// Special tokens are a part of the text.
     pub show_special_tokens: bool,
     /// The client sees each piece as it comes.
@@ -79,7 +81,10 @@ pub fn fit(spec: &Spec, max_length_tokens: u32) -> Result<u32, RouterError> {
 }
 
 fn stream(flow: &Flow, spec: &Spec) -> Result<TextStream, TextError> {
-    let stream = flow.text.stream(&spec.stops)?;
+    let mut stream = flow.text.stream(&spec.stops)?;
+    if let Some(format) = spec.calls {
+        stream = stream.with_markers(format.markers());
+    }
     let scored = spec.sampling.logprobs.is_some();
     Ok(stream.with_special_tokens(spec.show_special_tokens).with_places(scored))
 }
@@ -106,14 +111,26 @@ pub enum Finish {
     Stop,
     /// It has as many tokens as were asked for.
     Length,
+    /// By itself, with calls of tools.
+    ToolCalls,
 }
 
 impl Finish {
+    /// The same end of an answer that has calls.
+    #[must_use]
+    pub fn with_calls(self) -> Self {
+        match self {
+            Self::Stop | Self::ToolCalls => Self::ToolCalls,
+            Self::Length => Self::Length,
+        }
+    }
+
     /// OpenAI's `finish_reason`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use crate::api::prepare::Origin;
 use crate::error::RouterError;
 use crate::flow::Progress;
 use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, Counted, Endpoint, Metrics, OK};
@@ -38,6 +39,14 @@ impl Account {
             cut_off,
             closed: false,
             _in_flight: Counted::new(&metrics.in_flight),
+        }
+    }
+
+    /// What of it the work on its text needs to know.
+    pub fn origin(&self) -> Origin {
+        Origin {
+            request_id: self.request_id.clone(),
+            came: self.came,
         }
     }
 

@@ -11,7 +11,7 @@ use http::{HeaderMap, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::error::RouterError;
@@ -21,8 +21,47 @@ const ARRIVAL: Duration = Duration::from_mins(1);
 /// A body that is refused is read on for so long, so that its sender gets to read the refusal instead of a reset.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Reads a JSON body of at most `limit_bytes`.
-pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -> Result<Bytes, RouterError> {
+/// How many bytes of all bodies together may be held.
+#[derive(Debug, Clone)]
+pub struct Budget {
+    free: Arc<Semaphore>,
+    limit_bytes: usize,
+}
+
+impl Budget {
+    /// At most `limit_bytes`.
+    pub fn new(limit_bytes: usize) -> Self {
+        let limit_bytes = limit_bytes.min(Semaphore::MAX_PERMITS);
+        Self {
+            free: Arc::new(Semaphore::new(limit_bytes)),
+            limit_bytes,
+        }
+    }
+
+    fn take(&self, bytes: usize) -> Result<OwnedSemaphorePermit, RouterError> {
+        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+        let taken = Arc::clone(&self.free).try_acquire_many_owned(bytes);
+        taken.map_err(|_| RouterError::BodiesFull {
+            limit_bytes: self.limit_bytes,
+        })
+    }
+}
+
+/// A body, with its share of the budget for as long as this lives.
+#[derive(Debug)]
+pub struct Held {
+    /// The body.
+    pub bytes: Bytes,
+    _share: Option<OwnedSemaphorePermit>,
+}
+
+/// Reads a JSON body of at most `limit_bytes`, within the budget of all bodies.
+pub async fn read(
+    headers: &HeaderMap,
+    mut body: Incoming,
+    limit_bytes: usize,
+    budget: &Budget,
+) -> Result<Held, RouterError> {
     if let Some(declared) = headers.get(header::CONTENT_TYPE) {
         let text = declared.to_str().unwrap_or("?");
         let media = text.split(';').next().unwrap_or_default().trim();
@@ -39,6 +78,7 @@ pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -
         let mut first: Option<Bytes> = None;
         let mut rest = BytesMut::new();
         let mut total = 0;
+        let mut share: Option<OwnedSemaphorePermit> = None;
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| RouterError::BodyIncomplete(error.to_string()))?;
             let Ok(data) = frame.into_data() else { continue };
@@ -46,6 +86,17 @@ pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -
             if total > limit_bytes {
                 linger(&mut body).await;
                 return Err(RouterError::BodyTooLarge { limit_bytes });
+            }
+            match budget.take(data.len()) {
+                Ok(more) => match &mut share {
+                    None => share = Some(more),
+                    Some(share) => share.merge(more),
+                },
+                Err(error) => {
+                    drop((share, first, rest));
+                    linger(&mut body).await;
+                    return Err(error);
+                }
             }
             // most bodies come as one frame, which then needs no copy
             match &first {
@@ -58,11 +109,12 @@ pub async fn read(headers: &HeaderMap, mut body: Incoming, limit_bytes: usize) -
                 }
             }
         }
-        Ok(if rest.is_empty() {
+        let bytes = if rest.is_empty() {
             first.unwrap_or_default()
         } else {
             rest.freeze()
-        })
+        };
+        Ok(Held { bytes, _share: share })
     };
     tokio::time::timeout(ARRIVAL, collect)
         .await

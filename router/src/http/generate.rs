@@ -15,12 +15,13 @@ use super::{App, routes};
 use crate::api::Head;
 use crate::api::answer::{Usage, Whole, whole};
 use crate::api::chunks::{self, Chunks};
-use crate::api::prepare::{Origin, Prepared};
+use crate::api::prepare::Prepared;
 use crate::api::request::{ChatBody, CompletionBody};
 use crate::error::RouterError;
 use crate::flow::together::seed;
 use crate::flow::{Choice, Done, Event, Part, Piece, Progress, Spec};
 use crate::metrics::Endpoint;
+use crate::text::{ToolFormat, ToolScanner};
 
 /// Chat.
 pub const CHAT: &str = "/v1/chat/completions";
@@ -38,14 +39,11 @@ pub async fn answer(
     account: &mut Option<Account>,
 ) -> Result<Response<Answer>, RouterError> {
     let (parts, body) = request.into_parts();
-    let bytes = read(&parts.headers, body, app.config.max_body_bytes).await?;
+    let held = read(&parts.headers, body, app.config.max_body_bytes, &app.bodies).await?;
     let Some(open) = account.as_mut() else {
         return Err(RouterError::Internal("a request without an account".into()));
     };
-    let origin = Origin {
-        request_id: open.request_id.clone(),
-        came: open.came,
-    };
+    let origin = open.origin();
     let limits = app.limits();
     let Prepared {
         specs,
@@ -53,14 +51,14 @@ pub async fn answer(
         stream: streamed,
         include_usage,
     } = match endpoint {
-        Endpoint::Chat => app.text.chat(ChatBody::read(&bytes)?, &limits, origin).await?,
+        Endpoint::Chat => app.text.chat(ChatBody::read(&held.bytes)?, &limits, origin).await?,
         Endpoint::Completions | Endpoint::Other => {
             app.text
-                .completions(CompletionBody::read(&bytes)?, &limits, origin)
+                .completions(CompletionBody::read(&held.bytes)?, &limits, origin)
                 .await?
         }
     };
-    drop(bytes);
+    drop(held);
     let head = Head::new(endpoint, &limits.model);
     let scored = specs.first().is_some_and(|spec| spec.sampling.logprobs.is_some());
     let scores = scored.then(|| Arc::clone(app.flow.text.vocabulary()));
@@ -85,6 +83,8 @@ pub async fn answer(
 struct Run {
     events: Events,
     choices: usize,
+    /// How tool calls are written in the answers.
+    calls: Option<ToolFormat>,
     deadline: Instant,
     app: Arc<App>,
 }
@@ -93,6 +93,7 @@ impl Run {
     /// `n` choices for each spec; those of the first come first.
     fn new(app: &Arc<App>, specs: Vec<Spec>, n: usize, progress: &Arc<Progress>) -> Result<Self, RouterError> {
         let choices = specs.len() * n;
+        let calls = specs.first().and_then(|spec| spec.calls);
         let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
         let mut all = Vec::with_capacity(choices);
         for spec in specs {
@@ -112,6 +113,7 @@ impl Run {
         Ok(Self {
             events,
             choices,
+            calls,
             deadline,
             app: Arc::clone(app),
         })
@@ -151,7 +153,7 @@ impl Run {
         Ok(pieces
             .into_iter()
             .zip(ends)
-            .filter_map(|(piece, done)| Some(Whole { piece, done: done? }))
+            .filter_map(|(piece, done)| Some(Whole::new(piece, done?, self.calls)))
             .collect())
     }
 }
@@ -176,6 +178,9 @@ async fn stream(
         chunks,
         include_usage,
         ends: Vec::new(),
+        scanners: run
+            .calls
+            .map_or_else(Vec::new, |format| (0..run.choices).map(|_| format.scanner()).collect()),
         account,
     };
     let body = Answer::streamed(app.config.client_stall(), |feed| writer.write(feed, first, run));
@@ -199,6 +204,8 @@ struct Writer {
     chunks: Chunks,
     include_usage: bool,
     ends: Vec<Done>,
+    /// One for each choice where there may be tool calls.
+    scanners: Vec<ToolScanner>,
     account: Account,
 }
 
@@ -260,10 +267,11 @@ impl Writer {
 
     async fn event(&mut self, feed: &Feed, index: usize, event: Event) -> Result<(), Unsent> {
         match event {
-            Event::Text(piece) => feed.send(self.chunks.text(index, &piece)).await,
-            Event::Done(done) => {
-                if !done.piece.is_empty() {
-                    feed.send(self.chunks.text(index, &done.piece)).await?;
+            Event::Text(piece) => self.piece(feed, index, &piece, false).await,
+            Event::Done(mut done) => {
+                self.piece(feed, index, &done.piece, true).await?;
+                if self.scanners.get(index).is_some_and(ToolScanner::has_calls) {
+                    done.finish = done.finish.with_calls();
                 }
                 feed.send(self.chunks.finish(index, done.finish)).await?;
                 self.ends.push(done);
@@ -272,5 +280,31 @@ impl Writer {
             // a stream is restarted only before its first text, so there is nothing to take back
             Event::Accepted | Event::Restarted | Event::Failed(_) => Ok(()),
         }
+    }
+
+    /// Sends a piece, with its calls told apart; `last`: nothing follows it.
+    async fn piece(&mut self, feed: &Feed, index: usize, piece: &Piece, last: bool) -> Result<(), Unsent> {
+        let Some(scanner) = self.scanners.get_mut(index) else {
+            if piece.is_empty() {
+                return Ok(());
+            }
+            return feed.send(self.chunks.text(index, piece)).await;
+        };
+        if !piece.tokens.is_empty() {
+            // of text that may be held back, or become a call
+            let tokens = Piece {
+                text: String::new(),
+                tokens: piece.tokens.clone(),
+            };
+            feed.send(self.chunks.text(index, &tokens)).await?;
+        }
+        let mut events = scanner.push(&piece.text);
+        if last {
+            events.extend(scanner.finish());
+        }
+        for event in &events {
+            feed.send(self.chunks.event(index, event)).await?;
+        }
+        Ok(())
     }
 }

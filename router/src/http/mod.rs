@@ -7,12 +7,14 @@
 //! | [`tls`] | certificates, and the handshake |
 //! | [`routes`] | paths and methods |
 //! | [`generate`] | the two generating endpoints, whole and streamed |
+//! | [`probe`] | a token through both legs |
 //! | [`body`] | bodies of requests and answers |
 //! | [`account`] | what is written down about a request, also when its client leaves |
 
 pub mod account;
 pub mod body;
 pub mod generate;
+pub mod probe;
 pub mod routes;
 pub mod server;
 pub mod socket;
@@ -28,6 +30,8 @@ use crate::api::prepare::{Limits, TextWork};
 use crate::config::Config;
 use crate::engines::Side;
 use crate::flow::Flow;
+use body::Budget;
+use probe::Probe;
 
 /// What every connection shares.
 #[derive(Debug)]
@@ -40,6 +44,10 @@ pub struct App {
     pub flow: Arc<Flow>,
     /// Template and tokenizer.
     pub text: TextWork,
+    /// What all bodies may hold together.
+    pub bodies: Budget,
+    /// `/health_generate`.
+    pub probe: Probe,
     /// `/metrics`.
     pub exposition: Exposition,
     /// `/readyz`.

@@ -10,7 +10,8 @@ use tandem_secrets::{Presented, bearer};
 use tandem_telemetry::State;
 
 use super::account::Account;
-use super::body::{Answer, linger};
+use super::body::{Answer, linger, read};
+use super::probe::Probe;
 use super::{App, generate};
 use crate::api::answer::Model;
 use crate::error::{Locked, RouterError};
@@ -22,6 +23,10 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-tandem-error-code");
 
 const MODEL: &str = "/v1/models/";
+const HEALTH_GENERATE: &str = "/health_generate";
+const TOKENIZE: &str = "/tokenize";
+/// What the text side answers alone.
+const TEXT_PATHS: [&str; 2] = [TOKENIZE, "/detokenize"];
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const OPEN_METRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
@@ -76,11 +81,18 @@ async fn route(
     if endpoint != Endpoint::Other {
         return generate::answer(app, endpoint, request, account).await;
     }
+    if TEXT_PATHS.contains(&request.uri().path()) {
+        return tokens(app, request, account.as_ref()).await;
+    }
     let path = request.uri().path();
     let model = path.strip_prefix(MODEL).map(decoded);
     let name = &app.config.model_name;
     match path {
         "/v1/models" => Ok(json(StatusCode::OK, this_model(app).to_list())),
+        HEALTH_GENERATE => match account {
+            Some(account) => Ok(Probe::answer(app, account).await),
+            None => Err(RouterError::Internal("a request without an account".into())),
+        },
         "/livez" => Ok(json(StatusCode::OK, br#"{"status":"alive"}"#.to_vec())),
         "/health" | "/readyz" => Ok(ready(&app.readiness.get())),
         "/metrics" => {
@@ -130,13 +142,37 @@ pub(crate) async fn turn_away(request: Request<Incoming>) {
     }
 }
 
+/// From text to tokens or back.
+async fn tokens(
+    app: &Arc<App>,
+    request: Request<Incoming>,
+    account: Option<&Account>,
+) -> Result<Response<Answer>, RouterError> {
+    let (parts, body) = request.into_parts();
+    let held = read(&parts.headers, body, app.config.max_body_bytes, &app.bodies).await?;
+    let Some(open) = account else {
+        return Err(RouterError::Internal("a request without an account".into()));
+    };
+    let (limits, origin) = (app.limits(), open.origin());
+    let answer = if parts.uri.path() == TOKENIZE {
+        app.text.tokenize(&held.bytes, &limits, &origin).await?
+    } else {
+        app.text.detokenize(&held.bytes, &limits, &origin).await?
+    };
+    Ok(json(StatusCode::OK, answer))
+}
+
 /// Is there such a path, with this method?
 fn check(endpoint: Endpoint, request: &Request<Incoming>) -> Result<(), RouterError> {
-    if endpoint != Endpoint::Other {
+    let path = request.uri().path();
+    if endpoint != Endpoint::Other || TEXT_PATHS.contains(&path) {
         return allow(request, &Method::POST, "POST");
     }
-    let path = request.uri().path();
-    let known = path.starts_with(MODEL) || matches!(path, "/v1/models" | "/health" | "/livez" | "/readyz" | "/metrics");
+    let known = path.starts_with(MODEL)
+        || matches!(
+            path,
+            "/v1/models" | "/health" | HEALTH_GENERATE | "/livez" | "/readyz" | "/metrics"
+        );
     if !known {
         return Err(RouterError::NoPath {
             method: request.method().to_string(),

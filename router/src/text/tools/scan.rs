@@ -96,6 +96,11 @@ impl ToolScanner {
         self.calls
     }
 
+    /// Calls were told of, and all of them are whole.
+    pub fn has_calls(&self) -> bool {
+        self.calls > 0 && !self.broken
+    }
+
     /// The arguments of a call that was told of broke off or are no JSON: certain after [`finish`](Self::finish).
     pub fn is_broken(&self) -> bool {
         self.broken

@@ -2,6 +2,7 @@
 
 mod account;
 mod admin;
+mod calls;
 mod cancel;
 mod choosing;
 mod client;
@@ -19,6 +20,7 @@ mod stack;
 mod streams;
 mod surface;
 mod tls;
+mod tokens;
 
 use std::time::Duration;
 

@@ -310,12 +310,52 @@ fn chat() -> Vec<Row> {
                 (json!("x"), Wrong("chat_template_kwargs")),
             ],
         ),
-        only(
+        (
             "tools",
-            json!([]),
-            json!([{"type": "function", "function": {"name": "f"}}]),
+            vec![
+                (json!([]), Asked(json!({"schema": null}))),
+                // the template of this model tells of no way to write calls
+                (
+                    json!([{"type": "function", "function": {"name": "f"}}]),
+                    Unsupported("tools"),
+                ),
+                (json!([{"type": "retrieval"}]), Unsupported("tools[0].type")),
+                (json!([{"function": {"name": "f"}}]), Wrong("tools[0].type")),
+                (
+                    json!([{"type": "function", "function": {}}]),
+                    Wrong("tools[0].function.name"),
+                ),
+                (
+                    json!([{"type": "function", "function": {"name": ""}}]),
+                    Wrong("tools[0].function.name"),
+                ),
+                (
+                    json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]),
+                    Wrong("tools[0].function.parameters"),
+                ),
+                (
+                    json!(vec![json!({"type": "function", "function": {"name": "f"}}); 129]),
+                    Wrong("tools"),
+                ),
+                (json!("x"), Wrong("tools")),
+                (json!({"type": "function"}), Wrong("tools")),
+            ],
         ),
-        only("tool_choice", json!("none"), json!("required")),
+        (
+            "tool_choice",
+            vec![
+                (json!("none"), Asked(json!({}))),
+                (json!("auto"), Asked(json!({}))),
+                (json!("required"), Wrong("tool_choice")),
+                (
+                    json!({"type": "function", "function": {"name": "f"}}),
+                    Wrong("tool_choice"),
+                ),
+                (json!("some"), Wrong("tool_choice")),
+                (json!(5), Wrong("tool_choice")),
+                (json!({"type": "function"}), Wrong("tool_choice")),
+            ],
+        ),
         only("functions", json!([]), json!([{}])),
         only("function_call", json!("none"), json!({"name": "f"})),
         (
@@ -479,6 +519,9 @@ async fn two_parameters_that_contradict_each_other_are_taken() {
             "{extra}"
         );
     }
+    // without max_tokens, what fits counts
+    let answer = stack.client.chat(json!({"min_tokens": 512})).await;
+    assert_eq!((answer.status, answer.param().as_deref()), (400, Some("min_tokens")));
     let body = json!({"model": "tiny", "prompt": ["a", "b"], "n": 65});
     let answer = stack.client.send("/v1/completions", &body).await;
     assert_eq!((answer.status, answer.param().as_deref()), (400, Some("n")));

@@ -231,6 +231,49 @@ async fn a_body_over_the_limit_is_read_to_memory() {
 }
 
 #[tokio::test]
+async fn many_bodies_at_once_fill_the_memory_or_lose_their_room_for_good() {
+    let decode = engine::decode();
+    let flags = ["--max-body-bytes=100000", "--max-bodies-bytes=150000"];
+    let stack = stack(&[], &[&decode], &flags).await;
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n";
+    // one who never sends the rest
+    let mut slow = tokio::net::TcpStream::connect(stack.router.addr()).await.unwrap();
+    slow.write_all(head.as_bytes()).await.unwrap();
+    slow.write_all(&vec![b' '; 90_000]).await.unwrap();
+    let big = question(json!({"user": "x".repeat(80_000)}));
+    let full = async {
+        loop {
+            let answer = stack.client.send(CHAT, &big).await;
+            if answer.status != 200 {
+                return answer;
+            }
+        }
+    };
+    let answer = tokio::time::timeout(super::PATIENCE, full)
+        .await
+        .expect("its bytes are never counted");
+    assert_eq!((answer.status, answer.code().as_str()), (429, "bodies_full"));
+    assert_eq!(
+        (answer.header("retry-after"), answer.json()["error"]["source"].as_str()),
+        (Some("1"), Some("router"))
+    );
+    assert_eq!(
+        stack.client.chat(json!({})).await.content(),
+        "Paris",
+        "no room for a small one"
+    );
+    drop(slow);
+    let free = async { while stack.client.send(CHAT, &big).await.status != 200 {} };
+    tokio::time::timeout(super::PATIENCE, free)
+        .await
+        .expect("its room is never free again");
+    // and each that was answered gave its own back
+    for _ in 0..4 {
+        assert_eq!(stack.client.send(CHAT, &big).await.status, 200);
+    }
+}
+
+#[tokio::test]
 async fn an_over_long_prompt_does_not_name_both_lengths() {
     let decode = engine::decode();
     let stack = stack(&[], &[&decode], &[]).await;
