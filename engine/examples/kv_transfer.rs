@@ -16,7 +16,7 @@ use tandem_engine::sched::{Admission, Role, SchedKnobs, Scheduler, Stops};
 use tandem_engine::serve::listen::Reserved;
 use tandem_engine::serve::{Node, NodeConfig, Ports};
 use tandem_engine::transfer::{KeepAlive, PullRequest, Puller, PullerConfig, TimerValues, Timers, TransferMetrics};
-use tandem_telemetry::{Metrics, Readiness};
+use tandem_telemetry::{Metrics, Readiness, Traces};
 use tandem_wire::frame::{checksum, spans};
 use tandem_wire::layout::KvDtype;
 use tandem_wire::proto;
@@ -184,6 +184,7 @@ impl HandOff {
             keep_alive: KeepAlive::default(),
             reader_stall: tandem_engine::serve::node::READER_STALL,
             advertise: None,
+            traces: Traces::off(),
         };
         let node = Node::start(
             Box::new(Idle::new(3)),
@@ -241,6 +242,7 @@ impl HandOff {
             },
             remaining: Some(Duration::from_mins(1)),
             request_id: "bench".to_owned(),
+            trace: tandem_telemetry::TraceParent::default(),
         };
         Ok(self.puller.pull(request, |_| {}).await?.moved_bytes)
     }

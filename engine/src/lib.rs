@@ -19,4 +19,5 @@ pub mod sample;
 pub mod sched;
 pub mod serve;
 mod ticker;
+mod trace;
 pub mod transfer;

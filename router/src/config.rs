@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use tandem_telemetry::LogFormat;
+use tandem_telemetry::{LogFormat, TraceFlags};
 
 use crate::text::ToolFormat;
 
@@ -133,6 +133,9 @@ pub struct Config {
     /// On SIGTERM, how long running requests may take to finish.
     #[arg(long, default_value_t = 90_000)]
     pub drain_ms: u64,
+    /// Where traces go.
+    #[command(flatten)]
+    pub traces: TraceFlags,
     /// How logs are written: text or json.
     #[arg(long, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use serde::Serialize;
-use tandem_wire::reason::{Meaning, meaning};
+use tandem_wire::reason::{Meaning, meaning, source_name};
 use tandem_wire::{Failure, Reason, Source};
 
 use crate::text::TextError;
@@ -266,17 +266,12 @@ impl RouterError {
     /// Which part saw it first.
     pub fn source(&self) -> &'static str {
         let source = match self {
+            Self::Engine(failure) if failure.source == Source::Unspecified => Source::Router,
             Self::Engine(failure) => failure.source,
             _ if self.class().status().is_client_error() && self.class() != Class::Busy => Source::Client,
             _ => Source::Router,
         };
-        match source {
-            Source::Client => "client",
-            Source::Router | Source::Unspecified => "router",
-            Source::Prefill => "prefill",
-            Source::Transfer => "transfer",
-            Source::Decode => "decode",
-        }
+        source_name(source)
     }
 
     /// The same request may succeed elsewhere or later, and sending it again does no harm.

@@ -28,7 +28,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tandem_secrets::{Keys, SecretError, SecretFile, Token, Watched};
-use tandem_telemetry::{Metrics as Exposition, Readiness, State};
+use tandem_telemetry::{Metrics as Exposition, Readiness, State, Traces};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -84,7 +84,12 @@ pub struct Router {
 
 impl Router {
     /// Binds, loads the tokenizer off the serving threads, and serves from then on.
-    pub async fn start(config: Config, exposition: Exposition, readiness: Readiness) -> Result<Self, StartError> {
+    pub async fn start(
+        config: Config,
+        exposition: Exposition,
+        readiness: Readiness,
+        traces: Traces,
+    ) -> Result<Self, StartError> {
         config.check().map_err(StartError::Config)?;
         let locks = Locks::start(&config)?;
         let (listener, addr) = bind("--listen", config.listen).await?;
@@ -117,6 +122,7 @@ impl Router {
             flow,
             exposition,
             readiness,
+            traces,
             cut: CancellationToken::new(),
             started: api::epoch_seconds(),
         });

@@ -4,15 +4,19 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use tandem_router::{Config, Router};
-use tandem_telemetry::{Metrics, OpsServer, Readiness, init_logs};
+use tandem_telemetry::{Metrics, OpsServer, Readiness, Traces, init};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 fn main() -> ExitCode {
     let config = Config::parse();
-    if let Err(error) = init_logs("tandem-router", config.log_format) {
-        eprintln!("tandem-router: {error}");
-        return ExitCode::FAILURE;
-    }
+    let metrics = Metrics::new("tandem-router", env!("CARGO_PKG_VERSION"));
+    let traces = match init("tandem-router", config.log_format, &config.traces, &metrics) {
+        Ok(traces) => traces,
+        Err(error) => {
+            eprintln!("tandem-router: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -20,7 +24,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(run(config)) {
+    let ended = runtime.block_on(run(config, metrics, traces.clone()));
+    drop(runtime);
+    traces.close();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error}");
@@ -29,14 +36,13 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
+async fn run(config: Config, metrics: Metrics, traces: Traces) -> Result<(), Box<dyn std::error::Error>> {
     // before anything that takes time, so that no signal finds the default action
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let metrics = Metrics::new("tandem-router", env!("CARGO_PKG_VERSION"));
     let readiness = Readiness::default();
     let _ops = OpsServer::start(config.ops_listen, metrics.clone(), readiness.clone())?;
     let router = tokio::select! {
-        router = Router::start(config, metrics, readiness) => router?,
+        router = Router::start(config, metrics, readiness, traces) => router?,
         () = either(&mut terminate, &mut interrupt) => return Ok(()),
     };
     either(&mut terminate, &mut interrupt).await;

@@ -42,6 +42,15 @@ impl Endpoint {
         }
     }
 
+    /// Its path.
+    pub const fn route(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+            Self::Other => "",
+        }
+    }
+
     /// As the `endpoint` label says it.
     pub const fn name(self) -> &'static str {
         match self {

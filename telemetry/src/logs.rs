@@ -42,7 +42,7 @@ impl fmt::Display for LogFormat {
 /// Sends this process's logs to stderr, panics included, and writes the first line.
 ///
 /// `RUST_LOG` filters as `tracing_subscriber::EnvFilter` does; unset, it is `info`.
-pub fn init_logs(service: &str, format: LogFormat) -> Result<(), TelemetryError> {
+pub(crate) fn init(service: &str, format: LogFormat) -> Result<(), TelemetryError> {
     let filter = EnvFilter::builder()
         .with_default_directive(LevelFilter::INFO.into())
         .try_from_env()

@@ -82,6 +82,18 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
+/// Who saw it first, in a word.
+pub const fn source_name(source: Source) -> &'static str {
+    match source {
+        Source::Unspecified => "unknown",
+        Source::Client => "client",
+        Source::Router => "router",
+        Source::Prefill => "prefill",
+        Source::Transfer => "transfer",
+        Source::Decode => "decode",
+    }
+}
+
 /// Metadata key under which a failed call carries its [`proto::Failure`].
 pub const FAILURE_KEY: &str = "tandem-failure-bin";
 

@@ -32,6 +32,7 @@ use std::process::ExitCode;
 use clap::Args;
 use tandem_crds::PDDeploymentSpec;
 use tandem_secrets::{Keys, SecretError, SecretFile};
+use tandem_telemetry::TraceFlags;
 
 use crate::claims::{self, ClaimDir, ClaimError};
 use crate::console;
@@ -77,6 +78,8 @@ pub struct UpArgs {
     /// What `--detach` leaves running: nobody reads its output, so children's lines go to their files alone
     #[arg(long, hide = true, requires = "log_dir", conflicts_with = "detach")]
     background: bool,
+    #[command(flatten)]
+    traces: TraceFlags,
     #[command(flatten)]
     state: StateArgs,
 }
@@ -311,6 +314,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         kv_memory_mib: args.kv_memory_mib,
         token_file,
         front: front.clone(),
+        traces: args.traces.clone(),
     };
     let plan = plan::plan(spec, &machine, &list).map_err(UpError::Ports)?;
     let signals = signals::Signals::new().map_err(|source| UpError::System {

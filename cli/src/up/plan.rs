@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tandem_crds::{Backend, EngineRole, OnPrefillFailure, PDDeploymentSpec, PrefixCacheMode, RouterPolicy, Timeouts};
+use tandem_telemetry::TraceFlags;
 
 /// Control, data, admin and health of a prefill.
 const PREFILL_PORTS: usize = 4;
@@ -40,6 +41,8 @@ pub struct Machine {
     /// The token of all admin ports.
     pub token_file: PathBuf,
     pub front: Front,
+    /// Where traces of every process go.
+    pub traces: TraceFlags,
 }
 
 /// What stands between clients and the router.
@@ -197,6 +200,7 @@ fn engine(spec: &PDDeploymentSpec, machine: &Machine, role: Role, index: usize, 
     args.millis("--watchdog-ms", inflight_watchdog_seconds);
     args.millis("--lease-ms", lease_seconds);
     args.millis("--drain-ms", drain_seconds);
+    args.traces(&machine.traces);
     args.add("--log-format", "text");
     Process {
         name: format!("{name}-{index}"),
@@ -254,6 +258,7 @@ fn router(
     args.millis("--queue-ms", spec.timeouts.queue_seconds);
     args.millis("--request-ms", spec.timeouts.request_seconds);
     args.millis("--drain-ms", spec.timeouts.drain_seconds);
+    args.traces(&machine.traces);
     if let Some(tokens) = spec.model.max_length_tokens {
         args.add("--max-length-tokens", tokens.to_string());
     }
@@ -296,6 +301,13 @@ impl Args {
     fn millis(&mut self, name: &str, value: i32) {
         self.add(name, seconds(value).as_millis().to_string());
     }
+
+    fn traces(&mut self, flags: &TraceFlags) {
+        if let Some(endpoint) = &flags.otlp_endpoint {
+            self.add("--otlp-endpoint", endpoint);
+            self.add("--trace-sample", flags.trace_sample.to_string());
+        }
+    }
 }
 
 #[cfg(test)]
@@ -336,6 +348,10 @@ mod tests {
             kv_memory_mib: 512,
             token_file: "/state/admin-token".into(),
             front: Front::default(),
+            traces: TraceFlags {
+                otlp_endpoint: None,
+                trace_sample: 1.0,
+            },
         }
     }
 
@@ -359,6 +375,20 @@ mod tests {
             .filter(|pair| pair[0] == flag)
             .map(|pair| pair[1].to_str().unwrap().to_owned())
             .collect()
+    }
+
+    #[test]
+    fn a_process_is_left_out_of_the_traces() {
+        let mut machine = machine();
+        for process in plan_of(&spec(), &machine).processes() {
+            assert_eq!(values(process, "--otlp-endpoint"), [""; 0]);
+        }
+        machine.traces.otlp_endpoint = Some("http://127.0.0.1:4317".into());
+        machine.traces.trace_sample = 0.25;
+        for process in plan_of(&spec(), &machine).processes() {
+            assert_eq!(value(process, "--otlp-endpoint"), "http://127.0.0.1:4317");
+            assert_eq!(value(process, "--trace-sample"), "0.25");
+        }
     }
 
     #[test]

@@ -13,4 +13,5 @@ mod kv_moves;
 mod lifecycle;
 mod pressure;
 mod security;
+mod traces;
 mod up;

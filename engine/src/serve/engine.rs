@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status};
 
 use super::generate;
 use super::node::Shared;
+use crate::trace::failed;
 
 /// Between two load reports, unless the caller asks for another interval.
 const LOAD_INTERVAL: Duration = Duration::from_millis(100);
@@ -26,10 +27,14 @@ impl Engine for EngineService {
     type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<Load, Status>> + Send>>;
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let events = generate::start(&self.0, request.into_inner())
-            .await
-            .map_err(|failure| failure.to_status())?;
-        Ok(Response::new(events))
+        let mut span = self.0.traces.served(request.metadata(), "tandem.v1.Engine/Generate");
+        match generate::start(&self.0, request.into_inner(), &mut span).await {
+            Ok(events) => Ok(Response::new(events)),
+            Err(failure) => {
+                failed(&mut span, &failure);
+                Err(failure.to_status())
+            }
+        }
     }
 
     async fn get_info(&self, _: Request<GetInfoRequest>) -> Result<Response<EngineInfo>, Status> {

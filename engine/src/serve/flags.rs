@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use tandem_telemetry::LogFormat;
+use tandem_telemetry::{LogFormat, TraceFlags};
 
 use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
 use crate::sched::knobs::MAX_TIMER_MS;
@@ -118,6 +118,9 @@ pub struct Flags {
     /// After SIGTERM: the longest wait for requests to end
     #[arg(long, value_name = "MS", default_value_t = 90_000, value_parser = clap::value_parser!(u64).range(0..=MAX_TIMER_MS))]
     pub drain_ms: u64,
+    /// Where traces go
+    #[command(flatten)]
+    pub traces: TraceFlags,
     /// text or json
     #[arg(long, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -7,6 +7,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+use tandem_telemetry::Span;
 use tandem_wire::proto::generate_event::Event;
 use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, OnPrefillFailure, phase::Kind as PhaseKind};
 use tandem_wire::{BootId, Failure, Reason, TransferKey};
@@ -19,6 +21,7 @@ use crate::exec::Logprob;
 use crate::sched::{
     Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stops, compile_grammar, read_sampling,
 };
+use crate::trace::failed;
 use crate::transfer::{PullRequest, Pulled};
 
 /// Events that wait for a slow reader; tokens beyond wait in the sequence's mailbox, bounded by the request.
@@ -47,13 +50,20 @@ struct Asked {
     gather: bool,
 }
 
-/// Checks and admits a request and starts its task; the error refuses the call.
+/// Checks and admits a request and starts its task, which takes the span; the error refuses the call.
 pub(super) async fn start(
     shared: &Arc<Shared>,
     request: GenerateRequest,
+    span: &mut Span,
 ) -> Result<ReceiverStream<Result<GenerateEvent, Status>>, Failure> {
     shared.check_boot(&request.boot_id)?;
     let mut asked = read(shared, request)?;
+    span.describe(|| {
+        [
+            ("tandem.request_id", asked.request_id.clone().into()),
+            ("tandem.prompt_tokens", (asked.prompt.len() as i64).into()),
+        ]
+    });
     let compiled = compile_grammar(shared.scheduler.spec(), Some(&asked.wire_sampling), &asked.stops).await;
     asked.sampling.grammar = compiled.map_err(|(reason, why)| shared.failure(reason, why))?;
     let admitted = shared.scheduler.admit(&Admission {
@@ -67,6 +77,7 @@ pub(super) async fn start(
         sender,
         stall: shared.reader_stall,
         deadline: asked.deadline,
+        span: Mutex::new(std::mem::take(span)),
     };
     let shared = Arc::clone(shared);
     let (tracker, under_way) = (shared.requests.clone(), UnderWay::new(&shared));
@@ -74,7 +85,10 @@ pub(super) async fn start(
         let _under_way = under_way;
         tokio::select! {
             biased;
-            () = gone.closed() => tracing::debug!("the caller left"),
+            () = gone.closed() => {
+                tracing::debug!("the caller left");
+                events.span.lock().describe(|| [("rpc.response.status_code", "CANCELLED".into())]);
+            }
             () = shared.closing.cancelled() => {
                 let failure = shared.last_word();
                 let _ = fail(&events, &failure).await;
@@ -144,9 +158,15 @@ struct Events {
     /// A reader that takes nothing for so long is gone, though it may answer pings.
     stall: Duration,
     deadline: Option<Instant>,
+    /// Ends with the request's task.
+    span: Mutex<Span>,
 }
 
 impl Events {
+    fn trace_id(&self) -> Option<String> {
+        self.span.lock().parent().trace_id()
+    }
+
     /// How long the reader has from now on: not beyond the request's time, but time enough to take the word that it is over.
     fn patience(&self) -> Duration {
         let left = self.deadline.map(|d| d.saturating_duration_since(Instant::now()));
@@ -174,6 +194,7 @@ async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
 }
 
 async fn fail(events: &Events, failure: &Failure) -> Result<(), Gone> {
+    failed(&mut events.span.lock(), failure);
     send(events, Event::Failure(failure.to_wire())).await
 }
 
@@ -216,7 +237,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
             generate(shared, asked, admitted, Some(first), usage, events).await
         }
         Err(failure) if asked.recompute && recomputable(&failure, asked.deadline) => {
-            tracing::info!(%key, request_id = asked.request_id, "prefilling here: {failure}");
+            tracing::info!(%key, request_id = asked.request_id, trace_id = events.trace_id(), "prefilling here: {failure}");
             let admitted = match computable(shared, &asked, admitted) {
                 Ok(admitted) => admitted,
                 Err(refused) => return fail(events, &refused).await,
@@ -254,6 +275,7 @@ async fn pull(
         stops: asked.stops.clone(),
         remaining: asked.deadline.map(|d| d.saturating_duration_since(Instant::now())),
         request_id: asked.request_id.clone(),
+        trace: events.span.lock().parent().clone(),
     };
     let told = |kind: PhaseKind| {
         // a hint: where the channel is full its reader has other things to read first
@@ -330,7 +352,11 @@ async fn generate(
                 return finish(events, done.cause, usage).await;
             }
             Some(SeqEvent::Failed(failure)) => {
-                tracing::warn!(request_id = asked.request_id, "request failed: {failure}");
+                tracing::warn!(
+                    request_id = asked.request_id,
+                    trace_id = events.trace_id(),
+                    "request failed: {failure}"
+                );
                 return fail(events, &failure).await;
             }
             None => {
@@ -349,6 +375,20 @@ fn tokens(ids: Vec<u32>, logprobs: &[Logprob]) -> Event {
 }
 
 async fn finish(events: &Events, cause: Cause, usage: proto::Usage) -> Result<(), Gone> {
+    events.span.lock().describe(|| {
+        let number = |value: u64| (value as i64).into();
+        [
+            ("tandem.queue_us", number(usage.queue_us)),
+            ("tandem.prefill_us", number(usage.prefill_us)),
+            ("tandem.transfer_us", number(usage.transfer_us)),
+            ("tandem.decode_us", number(usage.decode_us)),
+            ("tandem.cached_tokens", number(usage.cached_tokens.into())),
+            ("tandem.moved_tokens", number(usage.moved_tokens.into())),
+            ("tandem.completion_tokens", number(usage.completion_tokens.into())),
+            ("tandem.recomputed", usage.recomputed.into()),
+            ("rpc.response.status_code", "OK".into()),
+        ]
+    });
     let finished = proto::Finished {
         cause: cause.to_wire().into(),
         usage: Some(usage),

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
-use tandem_telemetry::{Metrics, Readiness, State};
+use tandem_telemetry::{Metrics, Readiness, State, Traces};
 use tandem_wire::proto::engine_server::EngineServer;
 use tandem_wire::{BootId, Failure, Reason};
 use tokio::sync::watch;
@@ -56,6 +56,8 @@ pub struct NodeConfig {
     pub reader_stall: Duration,
     /// Where decode engines reach the data port; `None`: its port on the host that they dialled.
     pub advertise: Option<String>,
+    /// Where spans begin.
+    pub traces: Traces,
 }
 
 /// Where an engine listens: addresses that are taken and not yet open.
@@ -100,6 +102,7 @@ pub(super) struct Shared {
     pub(super) reader_stall: Duration,
     pub(super) started: Instant,
     pub(super) readiness: Readiness,
+    pub(super) traces: Traces,
     /// Nothing is answered any more …
     pub(super) closing: CancellationToken,
     /// … because of this, if not because the process was told to end.
@@ -163,6 +166,7 @@ impl Node {
                 advertise,
                 timers: timers.clone(),
                 metrics: transfer_metrics,
+                traces: config.traces.clone(),
             };
             Source::new(scheduler.clone(), config)
         });
@@ -195,6 +199,7 @@ impl Node {
                 reader_stall: config.reader_stall,
                 started: Instant::now(),
                 readiness: readiness.clone(),
+                traces: config.traces,
                 closing: CancellationToken::new(),
                 death: OnceLock::new(),
                 requests: TaskTracker::new(),

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use tandem_secrets::{SecretFile, Token, Watched};
-use tandem_telemetry::{Metrics, OpsServer, Readiness, State, init_logs};
+use tandem_telemetry::{Metrics, OpsServer, Readiness, State, Traces, init};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -18,6 +18,7 @@ use super::listen::Reserved;
 use super::node::{Node, NodeConfig, Ports, READER_STALL};
 use crate::exec::Executor;
 use crate::model::{LoadError, LoadOptions, load};
+use crate::sched::Role;
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -30,17 +31,31 @@ pub fn run(flags: Flags) -> ExitCode {
         let _ = writeln!(std::io::stderr(), "tandem-engine: {why}");
         return ExitCode::from(2);
     }
+    let metrics = Metrics::new("tandem-engine", env!("CARGO_PKG_VERSION"));
+    let service = match flags.role {
+        Role::Prefill => "tandem-prefill",
+        Role::Decode => "tandem-decode",
+        Role::Unified => "tandem-unified",
+    };
+    let traces = match init(service, flags.log_format, &flags.traces, &metrics) {
+        Ok(traces) => traces,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "tandem-engine: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     let outcome = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(SERVING_THREADS)
         .enable_all()
         .build()
         .map_err(AnyError::from)
         .and_then(|runtime| {
-            let outcome = runtime.block_on(serve(flags));
+            let outcome = runtime.block_on(serve(flags, metrics, traces.clone()));
             // a load that was given up goes on in its thread; it must not keep the process
             runtime.shutdown_background();
             outcome
         });
+    traces.close();
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -72,10 +87,8 @@ impl Signals {
     }
 }
 
-async fn serve(flags: Flags) -> Result<(), AnyError> {
-    init_logs("tandem-engine", flags.log_format)?;
+async fn serve(flags: Flags, metrics: Metrics, traces: Traces) -> Result<(), AnyError> {
     let mut signals = Signals::install()?;
-    let metrics = Metrics::new("tandem-engine", env!("CARGO_PKG_VERSION"));
     let readiness = Readiness::default();
     let ops = OpsServer::start(flags.ops_listen, metrics.clone(), readiness.clone())?;
     let control = Reserved::bind(flags.listen, "gRPC", "--listen")?;
@@ -110,6 +123,7 @@ async fn serve(flags: Flags) -> Result<(), AnyError> {
         keep_alive: flags.keep_alive(),
         reader_stall: READER_STALL,
         advertise: flags.advertise_data.clone(),
+        traces,
     };
     let ports = Ports { control, data, admin };
     let node = Node::start(executor, config, ports, &metrics, &readiness)?;

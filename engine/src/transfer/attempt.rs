@@ -109,10 +109,11 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
             .puller
             .peers
             .channel(Lane::Control, &request.endpoint, request.boot_id);
+        let call = self.request.trace.carried_by(ReceiverStream::new(outbox));
         self.control = Some(Box::pin(async_stream::try_stream! {
             let channel = channel.map_err(|f| f.to_status())?;
             let mut client = KvTransferClient::new(channel);
-            let mut inbound = client.prefill(ReceiverStream::new(outbox)).await?.into_inner();
+            let mut inbound = client.prefill(call).await?.into_inner();
             while let Some(message) = inbound.message().await? {
                 yield message;
             }

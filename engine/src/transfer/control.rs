@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tandem_telemetry::Span;
 use tandem_wire::frame::prompt_hash;
 use tandem_wire::proto::{self, DecodeMessage, Open, PrefillMessage, decode_message, prefill_message};
 use tandem_wire::reason::reason_from_wire;
@@ -18,6 +19,7 @@ use super::timers::TimerValues;
 use super::wait::Overtime;
 use crate::exec::Logprob;
 use crate::sched::{Cause, PrefillEvent, PrefillParams, PrefillStream, Stops, compile_grammar};
+use crate::trace::failed;
 
 /// Messages that wait to be sent.
 pub const OUTBOX: usize = 32;
@@ -53,20 +55,32 @@ struct Control {
     outcome: Option<Outcome>,
     leased: Instant,
     overtime: Overtime<(PrefillState, Instant)>,
+    span: Span,
 }
 
 /// Serves one control stream.
-pub async fn run(shared: Arc<Shared>, mut inbound: Streaming<DecodeMessage>, outbox: Outbox) {
+pub async fn run(shared: Arc<Shared>, mut inbound: Streaming<DecodeMessage>, outbox: Outbox, mut span: Span) {
     let Some(open) = first(&shared, &mut inbound, &outbox).await else {
         return;
     };
+    span.describe(|| {
+        [
+            ("tandem.request_id", open.request_id.clone().into()),
+            ("tandem.prompt_tokens", (open.prompt_tokens.len() as i64).into()),
+            ("tandem.have_tokens", i64::from(open.have_tokens).into()),
+        ]
+    });
     match Control::open(&shared, inbound, outbox.clone(), open).await {
         Ok(mut control) => {
+            control.span = span;
             control.serve().await;
+            // what is answered after the end is no part of the work
+            drop(std::mem::take(&mut control.span));
             control.linger().await;
         }
         Err(failure) => {
-            tracing::info!("refused a hand-off: {failure}");
+            failed(&mut span, &failure);
+            tracing::info!(trace_id = span.parent().trace_id(), "refused a hand-off: {failure}");
             shared.metrics.refused(failure.reason);
             send(&outbox, prefill_message::Message::Failed(failure.to_wire()));
         }
@@ -175,6 +189,7 @@ impl Control {
             outcome: None,
             leased: begun,
             overtime: Overtime::default(),
+            span: Span::default(),
         };
         let events = shared.scheduler.prefill(PrefillParams {
             prompt: open.prompt_tokens.into(),
@@ -207,7 +222,8 @@ impl Control {
             let state = self.hand_off.cell.state();
             if state.is_terminal() {
                 if let Some(failure) = self.hand_off.cell.failure() {
-                    tracing::info!(key = %self.key, "hand-off ended: {failure}");
+                    failed(&mut self.span, &failure);
+                    tracing::info!(key = %self.key, trace_id = self.span.parent().trace_id(), "hand-off ended: {failure}");
                     send(&self.outbox, prefill_message::Message::Failed(failure.to_wire()));
                 }
                 return;
@@ -437,7 +453,7 @@ impl Control {
         }
     }
 
-    fn send_manifest(&self, digest: &tandem_wire::frame::Digest) {
+    fn send_manifest(&mut self, digest: &tandem_wire::frame::Digest) {
         let Some(outcome) = &self.outcome else { return };
         let manifest = proto::Manifest {
             prompt_hash: Bytes::copy_from_slice(&self.prompt_hash),
@@ -455,6 +471,15 @@ impl Control {
             lease_ms: self.shared.timers.get().renewed_within().as_millis() as u64,
             first_logprobs: outcome.first_logprob.iter().map(Logprob::to_wire).collect(),
         };
+        self.span.describe(|| {
+            [
+                ("tandem.queue_us", (manifest.queue_us as i64).into()),
+                ("tandem.prefill_us", (manifest.prefill_us as i64).into()),
+                ("tandem.cached_tokens", i64::from(manifest.cached_tokens).into()),
+                ("tandem.sent_bytes", (manifest.payload_bytes as i64).into()),
+                ("rpc.response.status_code", "OK".into()),
+            ]
+        });
         send(&self.outbox, prefill_message::Message::Manifest(manifest));
     }
 

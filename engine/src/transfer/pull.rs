@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tandem_telemetry::TraceParent;
 use tandem_wire::proto;
 use tandem_wire::state::DecodeState;
 use tandem_wire::{BootId, Failure, KvLayout, Reason, Source, TransferKey};
@@ -18,6 +19,7 @@ use super::watchdog;
 use crate::exec::{KvStore, Logprob, ModelSpec};
 use crate::kv::SeqPages;
 use crate::sched::{Cause, Stops};
+use crate::trace::failed;
 
 /// Where a request waits, as its caller is told.
 pub use tandem_wire::proto::phase::Kind as Phase;
@@ -60,6 +62,8 @@ pub struct PullRequest {
     pub remaining: Option<Duration>,
     /// For logs.
     pub request_id: String,
+    /// The span that this is a part of.
+    pub trace: TraceParent,
 }
 
 /// A hand-off that was committed: the prompt's KV lies in the pages, unless `finished`.
@@ -154,7 +158,7 @@ impl Puller {
     }
 
     /// Runs one attempt: KV from `have_tokens` on is written into the pages. Dropping the future aborts it and tells prefill.
-    pub async fn pull(&self, request: PullRequest, phase: impl Fn(Phase) + Send) -> Result<Pulled, Failure> {
+    pub async fn pull(&self, mut request: PullRequest, phase: impl Fn(Phase) + Send) -> Result<Pulled, Failure> {
         let started = Instant::now();
         let key = request.key;
         let (request_id, endpoint) = (request.request_id.clone(), request.endpoint.clone());
@@ -165,23 +169,41 @@ impl Puller {
                 return Err(failure);
             }
         };
+        let mut span = request.trace.call("tandem.v1.KvTransfer/Prefill", &endpoint);
+        request.trace = span.parent().clone();
+        let trace_id = request.trace.trace_id();
         let result = Attempt::new(self, request, entry, phase).run().await;
         match &result {
-            Ok(pulled) => tracing::debug!(
-                %key,
-                request_id,
-                moved_tokens = pulled.moved_tokens,
-                moved_bytes = pulled.moved_bytes,
-                millis = started.elapsed().as_millis() as u64,
-                "pulled"
-            ),
-            Err(failure) => tracing::warn!(
-                %key,
-                request_id,
-                prefill = endpoint,
-                millis = started.elapsed().as_millis() as u64,
-                "pull failed: {failure}"
-            ),
+            Ok(pulled) => {
+                span.describe(|| {
+                    [
+                        ("tandem.transfer_us", (pulled.transfer_us as i64).into()),
+                        ("tandem.moved_tokens", i64::from(pulled.moved_tokens).into()),
+                        ("tandem.moved_bytes", (pulled.moved_bytes as i64).into()),
+                        ("rpc.response.status_code", "OK".into()),
+                    ]
+                });
+                tracing::debug!(
+                    %key,
+                    request_id,
+                    trace_id,
+                    moved_tokens = pulled.moved_tokens,
+                    moved_bytes = pulled.moved_bytes,
+                    millis = started.elapsed().as_millis() as u64,
+                    "pulled"
+                );
+            }
+            Err(failure) => {
+                failed(&mut span, failure);
+                tracing::warn!(
+                    %key,
+                    request_id,
+                    trace_id,
+                    prefill = endpoint,
+                    millis = started.elapsed().as_millis() as u64,
+                    "pull failed: {failure}"
+                );
+            }
         }
         result
     }

@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
+use tandem_telemetry::Traces;
 use tandem_wire::frame::Digest;
 use tandem_wire::proto::kv_transfer_server::{KvTransfer, KvTransferServer};
 use tandem_wire::proto::{DecodeMessage, FetchRequest, Open, PrefillMessage};
@@ -41,6 +42,8 @@ pub struct SourceConfig {
     pub timers: Timers,
     /// Where it is counted.
     pub metrics: TransferMetrics,
+    /// Where spans begin.
+    pub traces: Traces,
 }
 
 /// Hands KV out.
@@ -57,6 +60,7 @@ pub struct Shared {
     pub(super) spec: ModelSpec,
     pub(super) store: Arc<dyn KvStore>,
     pub(super) registry: Arc<Registry<HandOff>>,
+    traces: Traces,
     early: Semaphore,
     tasks: TaskTracker,
 }
@@ -117,6 +121,7 @@ impl Source {
             store: Arc::clone(scheduler.kv()),
             scheduler,
             registry: Arc::default(),
+            traces: config.traces,
             early: Semaphore::new(MAX_EARLY_FETCHES),
             tasks: TaskTracker::new(),
         }))
@@ -170,7 +175,8 @@ impl KvTransfer for ControlPort {
     ) -> Result<Response<Self::PrefillStream>, Status> {
         let (to_decode, outbox) = mpsc::channel(control::OUTBOX);
         // not part of the response stream: a reader that stops reading must not stop the timers
-        let task = control::run(Arc::clone(&self.0), request.into_inner(), to_decode);
+        let span = self.0.traces.served(request.metadata(), "tandem.v1.KvTransfer/Prefill");
+        let task = control::run(Arc::clone(&self.0), request.into_inner(), to_decode, span);
         self.0.tasks.spawn(task);
         Ok(Response::new(ReceiverStream::new(outbox)))
     }

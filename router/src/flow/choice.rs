@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::Stream;
+use tandem_telemetry::Span;
 use tandem_wire::proto::generate_event::Event as Wire;
 use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, finished, phase};
 use tandem_wire::reason::FAILURE_KEY;
@@ -178,6 +179,8 @@ pub struct Choice {
     counted: u32,
     /// Time spent in the queue, all attempts together.
     waited: Duration,
+    /// The last call's.
+    span: Span,
     state: State,
 }
 
@@ -223,6 +226,7 @@ impl Choice {
             accepted: false,
             spoken: false,
             waited: Duration::ZERO,
+            span: Span::default(),
             state: State::Waiting,
         })
     }
@@ -284,7 +288,18 @@ impl Choice {
         self.attempts += 1;
         self.progress.attempt(self.calls);
         let mut client = lease.decode.session().client.clone();
-        match client.generate(request).await {
+        let waited = self.waited.as_micros() as i64;
+        self.span = self
+            .progress
+            .trace()
+            .call("tandem.v1.Engine/Generate", &lease.decode.session().endpoint);
+        self.span.describe(|| {
+            [
+                ("tandem.attempt", i64::from(self.calls).into()),
+                ("tandem.queue_us", waited.into()),
+            ]
+        });
+        match client.generate(self.span.parent().carried_by(request)).await {
             Ok(events) => {
                 self.state = State::Running(Box::new(Running {
                     events: events.into_inner(),
@@ -482,6 +497,7 @@ impl Choice {
     }
 
     fn done(&mut self, piece: Piece, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
+        self.span = Span::default();
         let (prompt_tokens, cached_tokens) = if self.follows {
             (0, Some(0))
         } else {
@@ -551,8 +567,10 @@ impl Choice {
         }
         let delivered = self.spoken && self.spec.streamed;
         let again = met.again(self.flow.on_prefill_failure, self.attempts, delivered);
+        self.span.fail(failure.meaning().code, || failure.to_string());
         tracing::info!(
             request_id = self.spec.request_id,
+            trace_id = self.progress.trace().trace_id(),
             engine = leg.session().endpoint,
             side = side.name(),
             call = self.calls,
@@ -573,6 +591,7 @@ impl Choice {
         self.count(0);
         let pause = self.attempts + 1 >= MAX_ATTEMPTS;
         self.last = Some(failure);
+        self.span = Span::default();
         self.state = State::Waiting;
         let restarted = std::mem::take(&mut self.spoken);
         match stream(&self.flow, &self.spec) {

@@ -4,6 +4,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use tandem_telemetry::TraceParent;
+
 /// All choices of one request together.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -11,9 +13,23 @@ pub struct Progress {
     prompt: AtomicU32,
     completion: AtomicU32,
     first_token: OnceLock<Duration>,
+    trace: TraceParent,
 }
 
 impl Progress {
+    /// Of a request whose span is `trace`.
+    pub fn of(trace: TraceParent) -> Self {
+        Self {
+            trace,
+            ..Self::default()
+        }
+    }
+
+    /// The request's span.
+    pub fn trace(&self) -> &TraceParent {
+        &self.trace
+    }
+
     /// A choice with a prompt of so many tokens begins.
     pub fn begins(&self, prompt_tokens: u32) {
         self.prompt.fetch_add(prompt_tokens, Ordering::Relaxed);

@@ -23,7 +23,7 @@ pub mod tls;
 use std::sync::Arc;
 
 use tandem_secrets::{Keys, Watched};
-use tandem_telemetry::{Metrics as Exposition, Readiness};
+use tandem_telemetry::{Metrics as Exposition, Readiness, Traces};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::prepare::{Limits, TextWork};
@@ -52,6 +52,8 @@ pub struct App {
     pub exposition: Exposition,
     /// `/readyz`.
     pub readiness: Readiness,
+    /// Where spans begin.
+    pub traces: Traces,
     /// Cancelled when a drain has run out of time: whatever still runs ends with an error.
     pub cut: CancellationToken,
     /// When this process began to serve, seconds since the epoch.

@@ -7,7 +7,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tandem_secrets::{Presented, bearer};
-use tandem_telemetry::State;
+use tandem_telemetry::{Span, State};
 
 use super::account::Account;
 use super::body::{Answer, linger, read};
@@ -41,7 +41,19 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, cut_off: Arc<Atom
         generate::COMPLETIONS => Endpoint::Completions,
         _ => Endpoint::Other,
     };
-    let mut account = Some(Account::open(&app.flow.metrics, endpoint, request_id.clone(), cut_off));
+    let span = match endpoint {
+        Endpoint::Chat => app.traces.request(request.headers(), "POST /v1/chat/completions"),
+        Endpoint::Completions => app.traces.request(request.headers(), "POST /v1/completions"),
+        // probes and scrapers are no requests of anybody
+        Endpoint::Other => Span::default(),
+    };
+    let mut account = Some(Account::open(
+        &app.flow.metrics,
+        endpoint,
+        request_id.clone(),
+        cut_off,
+        span,
+    ));
     let head = request.method() == Method::HEAD;
     let mut response = match route(&app, endpoint, request, &mut account).await {
         Ok(response) => {

@@ -12,7 +12,7 @@ use tandem_engine::serve::node::{NodeHandle, Ports, READER_STALL};
 use tandem_engine::serve::{Node, NodeConfig, NodeError};
 use tandem_engine::transfer::{KeepAlive, TimerValues};
 use tandem_secrets::{SecretFile, Token, Watched};
-use tandem_telemetry::{Metrics, Readiness};
+use tandem_telemetry::{Metrics, Readiness, Traces};
 use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::generate_event::Event;
@@ -50,6 +50,7 @@ pub fn config(role: Role) -> NodeConfig {
         keep_alive: KeepAlive::default(),
         reader_stall: READER_STALL,
         advertise: None,
+        traces: Traces::off(),
     }
 }
 

@@ -10,7 +10,7 @@ use tandem_engine::transfer::{
     KeepAlive, Phase, PullRequest, Pulled, Puller, PullerConfig, Source, SourceConfig, TimerValues, Timers,
     TransferMetrics, Watchdog,
 };
-use tandem_telemetry::Metrics;
+use tandem_telemetry::{Metrics, TraceParent, Traces};
 use tandem_wire::{BootId, Failure, Reason, TransferId, TransferKey, proto};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -128,6 +128,7 @@ impl Prefill {
                 advertise: format!(":{}", advertise.unwrap_or(data).port()),
                 timers: timers.clone(),
                 metrics: TransferMetrics::register(&metrics),
+                traces: Traces::off(),
             },
         );
         let watchdog = Watchdog::start(timers.clone(), vec![source.swept()]).unwrap();
@@ -307,6 +308,7 @@ impl Decode {
             },
             remaining: ask.remaining,
             request_id: "test".to_owned(),
+            trace: TraceParent::default(),
         };
         let pulled = self.puller.pull(request, phase).await?;
         Ok((pulled, admitted))

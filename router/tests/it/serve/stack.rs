@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use tandem_router::{Config, Router};
-use tandem_telemetry::{Metrics, Readiness, State};
+use tandem_telemetry::{Metrics, Readiness, State, Traces};
 
 use super::PATIENCE;
 use super::client::Client;
@@ -47,7 +47,9 @@ pub async fn cold(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Stac
     let config = Config::try_parse_from(args).unwrap();
     let metrics = Metrics::new("tandem-router", "test");
     let readiness = Readiness::default();
-    let router = Router::start(config, metrics.clone(), readiness.clone()).await.unwrap();
+    let router = Router::start(config, metrics.clone(), readiness.clone(), Traces::off())
+        .await
+        .unwrap();
     let client = Client::new(router.addr());
     Stack {
         router,
