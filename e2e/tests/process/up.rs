@@ -232,6 +232,23 @@ fn a_detached_stack_serves_after_the_command_and_down_stops_it() {
             .count();
         assert!(logs >= 3, "{logs} log files");
         std::net::TcpStream::connect(("127.0.0.1", http)).expect("the router listens");
+        for (order, said) in [("status", "smollm2: ready, "), ("flush", " pages freed")] {
+            let told = Command::new(bin("tandem"))
+                .args([order, &state_dir])
+                .output()
+                .expect("tandem runs");
+            let text = String::from_utf8_lossy(&told.stdout).into_owned();
+            assert!(
+                told.status.success(),
+                "{order}: {}",
+                String::from_utf8_lossy(&told.stderr)
+            );
+            assert_eq!(
+                text.matches(said).count(),
+                if order == "flush" { 2 } else { 1 },
+                "{text}"
+            );
+        }
     });
     let down = down().expect("timeout(1) runs");
     assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
