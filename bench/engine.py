@@ -1,6 +1,6 @@
 """The unified engine through gRPC Generate beside llama.cpp: same file, same threads, one run, as ratios.
 
-usage: engine.py --models NAME=FILE.gguf... --bin DIR --limits PROGRAM [--rounds 5] [--json OUT]    (under the llama.cpp peer's Python)
+usage: engine.py --models NAME=FILE.gguf... --bin DIR [--rounds 5] [--json OUT]    (under the llama.cpp peer's Python)
 The sides take turns within each round, so that a noisy machine slows all; the ratio is the median of paired ratios. Where the
 CPU has AMX, the peer runs twice: with it, and with the buffers that it repacks for AVX. The engine samples as a server does
 (temperature 0.7, top_p 0.95); the peer picks the largest.
@@ -180,39 +180,41 @@ def show(result):
             bandwidth = f"{c['of_bandwidth']:.0%}" if "of_bandwidth" in c else ""
             rates, ratio = ([spread(v, d) for v in c[key].values()] for key, d in (("rates", 1), ("ratio", 2)))
             rows.append([f"{name}, {case}", *rates, *ratio, bandwidth, f"{c['of_int8']:.0%}"])
-    limits = result["limits"]
+    limits = result["limits"].values()
     sides = list(next(iter(next(iter(result["cases"].values())).values()))["ratio"])
-    print(f"\nEngine, {result['rounds']} paired rounds, {limits['threads']} threads each: tokens/s, median (least..most)")
+    print(f"\nEngine, {result['rounds']} paired rounds, {result['threads']} threads each: tokens/s, median (least..most)")
     table(["", "tandem", *sides, *(f"to {side}" for side in sides), "of bandwidth", "of int8 peak"], rows)
-    print(f"bandwidth {limits['read_gb_s']} GB/s read, int8 peak {limits['int8_gmac_s'] / 1e3:.2f} T multiply-adds/s ({limits['int8_by']}); both measured in this run")
+    read, int8 = (max(one[key] for one in limits) for key in ("read_gb_s", "int8_gmac_s"))
+    print(f"measured in this run: {read:.1f} GB/s read, {int8 / 1e3:.2f} T int8 multiply-adds/s (AMX not counted)")
     print(f"llama.cpp: llama-cpp-python, built for this CPU: {result['peer']}")
 
 
-def machine(args):
-    run = subprocess.run([args.limits, str(args.threads)], check=True, capture_output=True, timeout=60)
-    return json.loads(run.stdout)
+def machine(args, model):
+    """What the machine can do with so many threads: GB/s read from a block as large as the model, 1e9 int8 multiply-adds/s."""
+    program = args.bin / "examples" / "throughput"
+    run = subprocess.run([program, model, str(args.threads)], input="", check=True, capture_output=True, text=True, timeout=120)
+    return json.loads(run.stdout.splitlines()[0])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", required=True, nargs="+", metavar="NAME=FILE")
     parser.add_argument("--bin", required=True, type=Path)
-    parser.add_argument("--limits", required=True, type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
     models = dict(item.split("=", 1) for item in args.models)
-    # the machine's best moments: before, between and after
-    limits, measured, system = machine(args), {}, ""
+    limits, measured, system = {}, {}, ""
     for name, model in models.items():
+        before = machine(args, model)
         system, measured[name] = measure(name, model, args)
-        again = machine(args)
-        limits |= {key: max(limits[key], again[key]) for key in ("read_gb_s", "int8_gmac_s")}
+        after = machine(args, model)
+        limits[name] = {key: max(before[key], after[key]) for key in before}
     result = {
-        "rounds": args.rounds, "limits": limits, "peer": system,
-        "cases": {name: judged(rates, models[name], limits) for name, rates in measured.items()},
+        "rounds": args.rounds, "threads": args.threads, "limits": limits, "peer": system,
+        "cases": {name: judged(rates, models[name], limits[name]) for name, rates in measured.items()},
     }  # fmt: skip
     show(result)
     if args.json:

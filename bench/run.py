@@ -43,16 +43,10 @@ def models(python):
     return dict(line.split(" ", 1) for line in lines)
 
 
-def limits():
-    program = CACHE / "limits"
-    do(os.environ.get("CC", "cc"), "-O2", "-march=native", "-pthread", "bench/limits.c", "-o", program)
-    return program
-
-
 def engine(rounds, out):
     python = peer("llama")
     files = [f"{name}={path}" for name, path in models(python).items()]
-    do(python, "bench/engine.py", "--bin", BIN, "--limits", limits(), "--rounds", str(rounds), "--json", out, "--models", *files)
+    do(python, "bench/engine.py", "--bin", BIN, "--rounds", str(rounds), "--json", out, "--models", *files)
 
 
 def router(rounds, out):
@@ -89,7 +83,7 @@ def main():
 
     do("scripts/venv.sh")
     do(".venv/bin/python", "scripts/model.py", capture=True)
-    do("cargo", "build", "--release", "--workspace", "--locked", "--bins", "--example", "overhead", "--example", "logits")
+    do("cargo", "build", "--release", "--workspace", "--locked", "--bins", "--example", "overhead", "--example", "logits", "--example", "throughput")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in parts:
