@@ -10,7 +10,8 @@ import pytest
 from conftest import MODEL, Stack
 from test_openai_sdk import QUESTION
 
-PROMPT = "red red red red blue red red red"
+# Greedily the model goes on with "-to-many" four times.
+PROMPT = " ".join(["one"] * 12)
 
 
 def post(stack: Stack, path: str, body: dict) -> dict:
@@ -60,13 +61,10 @@ def test_a_bias_forces_a_token_and_forbids_one(stack: Stack, client: openai.Open
     ids=lambda penalty: next(iter(penalty)),
 )
 def test_a_penalty_leads_away_from_what_was_said(client: openai.OpenAI, penalty: dict):
-    def most_common(text: str) -> int:
-        return collections.Counter(text.split()).most_common(1)[0][1]
-
     plain = complete(client).choices[0].text
     penalised = complete(client, **penalty).choices[0].text
-    assert most_common(plain) > 4, f"the prompt does not make it repeat itself: {plain!r}"
-    assert most_common(penalised) < most_common(plain), (plain, penalised)
+    assert plain.count("many") > 2, f"the prompt does not make it repeat itself: {plain!r}"
+    assert penalised.count("many") < plain.count("many"), (plain, penalised)
 
 
 def test_one_candidate_is_greedy_however_it_is_asked_for(client: openai.OpenAI):
