@@ -14,8 +14,15 @@ pub(super) fn install(environment: &mut Environment<'static>, clock: Clock) {
     environment.add_filter("tojson", tojson);
     environment.add_filter("escape", escape);
     environment.add_filter("e", escape);
+    environment.add_test("iterable", iterable);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", move |format: &str| strftime(clock(), format));
+}
+
+/// Python's `None` cannot be iterated over, though minijinja's can: `tools is iterable and tools | length > 0` stands in the
+/// templates of Hermes.
+fn iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 /// What a template's author wrote for `raise_exception`, marked so that it can be told from the engine's errors.
