@@ -79,7 +79,7 @@ Ask for yourself:
 Then try:
   - the same with "stream": true, or with OpenAI's SDK and base_url="{url}/v1";
   - kill -9 one of the processes while it answers, and ask again;
-  - make bench, which measures it beside llama.cpp and loads it with 16 requests at a time;
+  - target/release/tandem bench chat --base-url {url} --concurrency 16, which loads it with 16 requests at a time;
   - {MANIFEST}, which describes what runs.
 
 Stop it:

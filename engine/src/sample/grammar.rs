@@ -24,7 +24,7 @@ const KEPT: usize = 16;
 /// An id takes 24 bits in the trie.
 const MAX_VOCABULARY: usize = 1 << 24;
 
-/// Half of the library's own: an answer's states stay below 100 MB, and a schema compiles within a second.
+/// Half of the library's own, to bound an answer's states and the time that a schema compiles.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 50_000,
