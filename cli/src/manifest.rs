@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use tandem_crds::{FieldError, PDDeployment, TypeMeta, Violation};
+use tandem_crds::{FieldError, Manifest, TypeMeta, Violation};
 
 /// A manifest is small; more than this is some other file.
 const MAX_BYTES: u64 = 1024 * 1024;
@@ -43,7 +43,7 @@ fn list(violations: &[Violation]) -> String {
 }
 
 /// Reads the file and checks it against the types and the rules.
-pub fn load(path: &Path) -> Result<PDDeployment, ManifestError> {
+pub fn load(path: &Path) -> Result<Manifest, ManifestError> {
     let read = |source| ManifestError::Read {
         path: path.to_owned(),
         source,
@@ -58,7 +58,7 @@ pub fn load(path: &Path) -> Result<PDDeployment, ManifestError> {
     parse(path, &std::fs::read_to_string(path).map_err(read)?)
 }
 
-fn parse(path: &Path, text: &str) -> Result<PDDeployment, ManifestError> {
+fn parse(path: &Path, text: &str) -> Result<Manifest, ManifestError> {
     let syntax = |field: Option<&str>, error: &serde_saphyr::Error| {
         let error = error.without_snippet();
         let at = error.location().map(|at| (at.line(), at.column()));
@@ -83,7 +83,7 @@ fn parse(path: &Path, text: &str) -> Result<PDDeployment, ManifestError> {
 
     let mut field = None;
     let object = serde_saphyr::with_deserializer_from_str(text, |deserializer| {
-        PDDeployment::read(deserializer).map_err(|FieldError { path, source }| {
+        Manifest::read(deserializer).map_err(|FieldError { path, source }| {
             field = Some(path);
             source
         })

@@ -190,8 +190,10 @@ fn engine(spec: &PDDeploymentSpec, machine: &Machine, role: Role, index: usize, 
         inflight_watchdog_seconds,
         lease_seconds,
         drain_seconds,
+        // The first is this program's own, the others are the router's.
         startup_seconds: _,
         request_seconds: _,
+        restart_queue_seconds: _,
     } = spec.timeouts;
     args.millis("--queue-ms", queue_seconds);
     args.millis("--rendezvous-ms", rendezvous_seconds);
@@ -335,6 +337,10 @@ mod tests {
             router: tandem_crds::Router::default(),
             transfer: tandem_crds::Transfer::default(),
             timeouts: Timeouts::default(),
+            gpus: tandem_crds::Gpus::default(),
+            rollout: tandem_crds::Rollout::default(),
+            restart: tandem_crds::Restart::default(),
+            history_limit: 20,
         }
     }
 
@@ -498,6 +504,7 @@ mod tests {
             drain_seconds: 7,
             startup_seconds: 8,
             request_seconds: 9,
+            restart_queue_seconds: 10,
         };
         let plan = plan_of(&spec, &machine());
         for engine in plan.steps[..2].iter().flatten() {

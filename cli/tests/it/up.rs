@@ -320,7 +320,7 @@ fn what_cannot_work_is_refused_before_a_process_starts() {
         &place,
         place.up(&[]),
         1,
-        &["spec.timeouts.inflightWatchdogSeconds: 2 is not below drainSeconds (1)"],
+        &["spec.timeouts.inflightWatchdogSeconds: 2: inflightWatchdogSeconds is not below drainSeconds"],
     );
     place.manifest(&MANIFEST.replace(
         "timeouts:",
