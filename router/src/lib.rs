@@ -7,6 +7,7 @@
 //! | [`engines`] | connections to the engines, their load, the choice of a pair |
 //! | [`flow`] | a request's way: queue, attempts, events |
 //! | [`http`] | sockets, paths, bodies |
+//! | [`evidence`] | where requests and connections stand, and where their time went |
 //! | [`admin`] | the port for those who run it |
 //! | [`error`] | the one error and what it means |
 //! | [`metrics`] | what is counted |
@@ -19,6 +20,7 @@ pub mod api;
 pub mod config;
 pub mod engines;
 pub mod error;
+pub mod evidence;
 pub mod flow;
 pub mod http;
 pub mod metrics;
@@ -38,6 +40,7 @@ pub use error::RouterError;
 
 use api::prepare::TextWork;
 use engines::Engines;
+use evidence::Registry;
 use flow::{Flow, Queue};
 use http::App;
 use http::body::Budget;
@@ -103,7 +106,8 @@ impl Router {
             .map_err(|error| StartError::Thread(error.to_string()))??;
         let format = config.tool_parser.format(text.tool_format());
         let text = Arc::new(text.with_tool_format(format));
-        let metrics = metrics::Metrics::register(&exposition);
+        let evidence = Arc::new(Registry::default());
+        let metrics = metrics::Metrics::register(&exposition, &evidence);
         let flow = Arc::new(Flow {
             engines: Engines::start(&config, &metrics),
             queue: Queue::new(config.queue_limit),
@@ -121,6 +125,7 @@ impl Router {
             keys: locks.keys,
             flow,
             exposition,
+            evidence,
             readiness,
             traces,
             cut: CancellationToken::new(),

@@ -12,6 +12,7 @@ use tandem_wire::Reason;
 use tandem_wire::reason::meaning;
 
 use crate::error::{all_codes, all_reasons};
+use crate::evidence::{ConnectionsByState, Registry};
 
 /// `code` of a request that was answered.
 pub const OK: &str = "ok";
@@ -101,8 +102,6 @@ pub struct Metrics {
     upstream_occupied: Family<Upstream, Gauge>,
     /// Requests whose answer is not complete.
     pub in_flight: Gauge,
-    /// Open client connections.
-    pub connections: Gauge,
     /// Requests that wait for an engine with room.
     pub queue_depth: Gauge,
     /// Tokens of prompts that were answered.
@@ -165,7 +164,7 @@ fn seconds() -> Histogram {
 
 impl Metrics {
     /// Registers everything, each label set at zero.
-    pub fn register(exposition: &Exposition) -> Arc<Self> {
+    pub fn register(exposition: &Exposition, evidence: &Arc<Registry>) -> Arc<Self> {
         let metrics = Self {
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(seconds),
@@ -176,7 +175,6 @@ impl Metrics {
             upstream_in_flight: Family::default(),
             upstream_occupied: Family::default(),
             in_flight: Gauge::default(),
-            connections: Gauge::default(),
             queue_depth: Gauge::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -241,7 +239,7 @@ impl Metrics {
                 "Requests whose answer is not complete",
                 m.in_flight.clone(),
             );
-            registry.register("connections", "Open client connections", m.connections.clone());
+            registry.register_collector(Box::new(ConnectionsByState(Arc::clone(evidence))));
             registry.register(
                 "queue_depth",
                 "Requests that wait for an engine with room",

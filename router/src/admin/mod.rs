@@ -4,11 +4,13 @@
 //! | --- | --- |
 //! | `GET /admin/endpoints` | each engine: who it is and how it stands |
 //! | `GET /admin/loads` | each engine's load by its last report |
+//! | `GET /admin/connections` | each client connection: what it waits for, and where its time went; the slowest requests of late |
 //! | `POST /admin/flush` | drops the prefix caches of all engines |
 //! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
 //!
-//! [`orders`] passes orders to the engines' own admin ports, [`views`] is what is shown.
+//! [`orders`] passes orders to the engines' own admin ports, [`views`] and [`connections`] are what is shown.
 
+mod connections;
 mod orders;
 mod views;
 
@@ -29,6 +31,7 @@ use tokio::sync::Semaphore;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::error::{Locked, RouterError};
+use crate::evidence::{Connection, Registry};
 use crate::http::App;
 use crate::http::body::{Answer, Budget, read};
 use crate::http::routes::{REQUEST_ID, json, presented, refusal, request_id, turn_away};
@@ -74,6 +77,8 @@ impl Port {
 
 async fn accept(listener: TcpListener, admin: Arc<Admin>) {
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    // those who look are no clients
+    let unlisted = Registry::default();
     // owned here: they end with the port
     let mut connections = tokio::task::JoinSet::new();
     loop {
@@ -82,10 +87,10 @@ async fn accept(listener: TcpListener, admin: Arc<Admin>) {
         };
         while connections.try_join_next().is_some() {}
         match listener.accept().await {
-            Ok((stream, _)) => {
-                let admin = Arc::clone(&admin);
+            Ok((stream, peer)) => {
+                let (admin, evidence) = (Arc::clone(&admin), unlisted.open(peer, false));
                 connections.spawn(async move {
-                    connection(stream, admin).await;
+                    connection(stream, admin, evidence).await;
                     drop(slot);
                 });
             }
@@ -98,8 +103,8 @@ async fn accept(listener: TcpListener, admin: Arc<Admin>) {
 }
 
 /// One request per connection, so that a connection holds its slot no longer than its answer takes.
-async fn connection(stream: TcpStream, admin: Arc<Admin>) {
-    let Ok(socket) = Socket::new(stream, PATIENCE, Counter::default()) else {
+async fn connection(stream: TcpStream, admin: Arc<Admin>, evidence: Arc<Connection>) {
+    let Ok(socket) = Socket::new(stream, PATIENCE, Counter::default(), evidence) else {
         return;
     };
     let service = service_fn(|request| {
@@ -141,6 +146,7 @@ async fn answer(admin: &Admin, request: Request<Incoming>) -> Response<Answer> {
 enum Path {
     Endpoints,
     Loads,
+    Connections,
     Flush,
     Drain,
     Resume,
@@ -159,6 +165,7 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
     match path {
         Path::Endpoints => Ok(shown(StatusCode::OK, &views::endpoints(engines))),
         Path::Loads => Ok(shown(StatusCode::OK, &views::loads(engines))),
+        Path::Connections => Ok(shown(StatusCode::OK, &connections::view(&admin.app.evidence))),
         Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
         Path::Drain | Path::Resume => {
             let (parts, body) = request.into_parts();
@@ -184,6 +191,7 @@ fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
     let (path, method, allow) = match request.uri().path() {
         "/admin/endpoints" => (Path::Endpoints, Method::GET, "GET"),
         "/admin/loads" => (Path::Loads, Method::GET, "GET"),
+        "/admin/connections" => (Path::Connections, Method::GET, "GET"),
         "/admin/flush" => (Path::Flush, Method::POST, "POST"),
         "/admin/drain" => (Path::Drain, Method::POST, "POST"),
         "/admin/resume" => (Path::Resume, Method::POST, "POST"),

@@ -375,7 +375,7 @@ mod tests {
         let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.gguf");
         let text = Arc::new(Text::load(&file).unwrap());
         let exposition = tandem_telemetry::Metrics::new("tandem-router", "test");
-        let work = TextWork::new(text, Metrics::register(&exposition));
+        let work = TextWork::new(text, Metrics::register(&exposition, &Arc::default()));
         let cores = work.slots.available_permits() as u32;
         let _all = work.slots.acquire_many(cores).await.unwrap();
         let body = CompletionBody::read(br#"{"model":"tiny","prompt":"x"}"#).unwrap();

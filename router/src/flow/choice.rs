@@ -19,6 +19,7 @@ use super::together::Part;
 use super::verdict::{MAX_ATTEMPTS, Met};
 use crate::engines::{Avoid, Lease, Leg, Need, Prefer, Side, Verdict};
 use crate::error::RouterError;
+use crate::evidence::{Stage, Stay};
 use crate::metrics::{Endpoint, Phase};
 use crate::text::{TextError, TextStream, ToolFormat};
 
@@ -175,6 +176,8 @@ pub struct Choice {
     /// Text has left for the consumer.
     spoken: bool,
     progress: Arc<Progress>,
+    /// What it waits for; none: it is over.
+    stay: Option<Stay>,
     /// Tokens of the answer that `progress` has of it.
     counted: u32,
     /// Time spent in the queue, all attempts together.
@@ -212,6 +215,7 @@ impl Choice {
             part,
             prefer: Prefer::default(),
             follows,
+            stay: Some(progress.stay(Stage::Queue)),
             progress,
             counted: 0,
             text: stream(&flow, &spec)?,
@@ -246,6 +250,9 @@ impl Choice {
                 State::Running(running) => self.step(running).await,
                 State::Over => return None,
             };
+            if matches!(self.state, State::Over) {
+                self.stay = None;
+            }
             if event.is_some() {
                 return event;
             }
@@ -253,6 +260,7 @@ impl Choice {
     }
 
     async fn begin(&mut self) -> Option<Event> {
+        self.waits_for(Stage::Queue);
         if let Some(follow) = self.part.follow() {
             self.prefer = follow.turn().await;
         }
@@ -284,6 +292,7 @@ impl Choice {
             Err(error) => return Some(Event::Failed(error)),
         };
         let request = self.request(&lease, max_new_tokens);
+        self.waits_for(Stage::Accept);
         self.calls += 1;
         self.attempts += 1;
         self.progress.attempt(self.calls);
@@ -309,6 +318,12 @@ impl Choice {
                 None
             }
             Err(status) => self.broke(lease, &status).await,
+        }
+    }
+
+    fn waits_for(&mut self, stage: Stage) {
+        if let Some(stay) = &mut self.stay {
+            stay.move_to(stage);
         }
     }
 
@@ -379,8 +394,15 @@ impl Choice {
                 }
                 Some(Wire::Tokens(tokens)) => self.take(running, tokens),
                 Some(Wire::Phase(phase)) => {
-                    if phase.kind() == phase::Kind::Decode {
-                        self.prefilled(&mut running);
+                    match phase.kind() {
+                        phase::Kind::Queued => self.waits_for(Stage::PrefillQueue),
+                        phase::Kind::Prefill => self.waits_for(Stage::Prefill),
+                        phase::Kind::Transfer => self.waits_for(Stage::Transfer),
+                        phase::Kind::Decode => {
+                            self.waits_for(Stage::Decode);
+                            self.prefilled(&mut running);
+                        }
+                        phase::Kind::Unspecified => {}
                     }
                     self.state = State::Running(running);
                     None
@@ -432,6 +454,7 @@ impl Choice {
     fn take(&mut self, mut running: Box<Running>, tokens: proto::Tokens) -> Option<Event> {
         let ids = &tokens.ids;
         if !ids.is_empty() {
+            self.waits_for(Stage::Decode);
             self.progress.token(self.spec.came.elapsed());
             self.count(self.counted.saturating_add(ids.len() as u32));
         }

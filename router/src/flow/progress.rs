@@ -1,10 +1,12 @@
 //! How far a request is: written by its choices as they go, read by whoever writes it down, whatever its end is.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tandem_telemetry::TraceParent;
+
+use crate::evidence::{Ledger, Stage, Stay};
 
 /// All choices of one request together.
 #[derive(Debug, Default)]
@@ -14,6 +16,7 @@ pub struct Progress {
     completion: AtomicU32,
     first_token: OnceLock<Duration>,
     trace: TraceParent,
+    ledger: Arc<Ledger>,
 }
 
 impl Progress {
@@ -28,6 +31,16 @@ impl Progress {
     /// The request's span.
     pub fn trace(&self) -> &TraceParent {
         &self.trace
+    }
+
+    /// Where it is, and where its time went.
+    pub fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+
+    /// It waits in `stage` for as long as the guard lives.
+    pub fn stay(&self, stage: Stage) -> Stay {
+        Stay::enter(&self.ledger, stage)
     }
 
     /// A choice with a prompt of so many tokens begins.

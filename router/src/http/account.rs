@@ -1,14 +1,15 @@
 //! What is written down about a request: one log line and the counters, once, also when its client leaves half way.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use http::StatusCode;
+use http::{StatusCode, Version};
 use tandem_telemetry::Span;
 
+use super::App;
 use crate::api::prepare::Origin;
 use crate::error::RouterError;
+use crate::evidence::{Connection, Ended, Open, Registry, Stage, Stay};
 use crate::flow::Progress;
 use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, Counted, Endpoint, Metrics, OK};
 
@@ -24,34 +25,54 @@ pub struct Account {
     stream: bool,
     /// How far it is.
     pub progress: Arc<Progress>,
-    cut_off: Arc<AtomicBool>,
+    registry: Arc<Registry>,
+    connection: Arc<Connection>,
+    open: Arc<Open>,
+    /// Its own stage; the choices have theirs.
+    stay: Stay,
     span: Span,
     closed: bool,
     _in_flight: Counted,
 }
 
 impl Account {
-    /// Opens one. `cut_off` becomes true where this router closes the connection because its client takes nothing.
-    /// `span` ends with it.
+    /// Opens one for a request that came on `connection`. `span` ends with it.
     pub fn open(
-        metrics: &Arc<Metrics>,
+        app: &App,
         endpoint: Endpoint,
         request_id: String,
-        cut_off: Arc<AtomicBool>,
+        (connection, version): (Arc<Connection>, Version),
         span: Span,
     ) -> Self {
+        let came = Instant::now();
+        let progress = Arc::new(Progress::of(span.parent().clone()));
+        let stay = progress.stay(Stage::Body);
+        let open = connection.begin(version, request_id.clone(), came, Arc::clone(progress.ledger()));
         Self {
-            metrics: Arc::clone(metrics),
+            metrics: Arc::clone(&app.flow.metrics),
             endpoint,
             request_id,
-            came: Instant::now(),
+            came,
             stream: false,
-            progress: Arc::new(Progress::of(span.parent().clone())),
-            cut_off,
+            progress,
+            registry: Arc::clone(&app.evidence),
+            connection,
+            open,
+            stay,
             span,
             closed: false,
-            _in_flight: Counted::new(&metrics.in_flight),
+            _in_flight: Counted::new(&app.flow.metrics.in_flight),
         }
+    }
+
+    /// Its body is there: template and tokenizer have it.
+    pub fn text(&mut self) {
+        self.stay.move_to(Stage::Text);
+    }
+
+    /// Its choices run, and say themselves what they wait for.
+    pub fn answers(&mut self) {
+        self.stay.move_to(Stage::Answer);
     }
 
     /// What of it the work on its text needs to know.
@@ -84,7 +105,9 @@ impl Account {
 
     fn close(&mut self, code: &'static str, error: Option<&RouterError>) {
         self.closed = true;
-        let seconds = self.came.elapsed().as_secs_f64();
+        let total = self.came.elapsed();
+        let seconds = total.as_secs_f64();
+        self.remember(code, total);
         self.metrics.request(self.endpoint, code, seconds);
         self.trace(code, error);
         if self.endpoint == Endpoint::Other && error.is_none() {
@@ -110,6 +133,29 @@ impl Account {
 }
 
 impl Account {
+    /// Leaves what happened to whoever asks later.
+    fn remember(&mut self, code: &'static str, total: Duration) {
+        let generated = self.endpoint != Endpoint::Other;
+        self.connection.end(&self.open, generated && code == OK);
+        if !generated {
+            return;
+        }
+        self.registry.ended(Ended {
+            request_id: self.request_id.clone(),
+            endpoint: self.endpoint.name(),
+            code,
+            stream: self.stream,
+            connection: self.connection.id,
+            at: self.came + total,
+            total,
+            first_token: self.progress.first_token(),
+            prompt_tokens: self.progress.prompt_tokens().unwrap_or(0),
+            completion_tokens: self.progress.completion_tokens(),
+            attempts: self.progress.attempts(),
+            spent: self.progress.ledger().spent(self.came + total),
+        });
+    }
+
     /// Says the same in the span.
     fn trace(&mut self, code: &'static str, error: Option<&RouterError>) {
         let (progress, request_id, stream) = (&self.progress, &self.request_id, self.stream);
@@ -157,7 +203,7 @@ impl Account {
 impl Drop for Account {
     fn drop(&mut self) {
         if !self.closed {
-            let cut_off = self.cut_off.load(Ordering::Acquire);
+            let cut_off = self.connection.is_cut_off();
             self.close(if cut_off { CLIENT_STALLED } else { CLIENT_GONE }, None);
         }
     }

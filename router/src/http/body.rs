@@ -15,6 +15,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::error::RouterError;
+use crate::evidence::Stage;
+use crate::flow::Progress;
 
 /// From the head to the end of a request's body.
 const ARRIVAL: Duration = Duration::from_mins(1);
@@ -149,6 +151,7 @@ pub struct Feed {
     frames: mpsc::Sender<Bytes>,
     complete: Arc<AtomicBool>,
     stall: Duration,
+    progress: Arc<Progress>,
 }
 
 /// Why no more of an answer can be sent.
@@ -170,6 +173,7 @@ impl Feed {
             Ok(()) => Ok(()),
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Unsent::Gone),
             Err(mpsc::error::TrySendError::Full(frame)) => {
+                let _blocked = self.progress.stay(Stage::Client);
                 match tokio::time::timeout(self.stall, self.frames.send(frame)).await {
                     Ok(Ok(())) => Ok(()),
                     Ok(Err(_)) => Err(Unsent::Gone),
@@ -187,7 +191,7 @@ impl Feed {
 
 impl Answer {
     /// A body fed by the task that `make` becomes. The task ends with the body.
-    pub fn streamed<F>(stall: Duration, make: impl FnOnce(Feed) -> F) -> Self
+    pub fn streamed<F>(stall: Duration, progress: Arc<Progress>, make: impl FnOnce(Feed) -> F) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -197,6 +201,7 @@ impl Answer {
             frames: sender,
             complete: Arc::clone(&complete),
             stall,
+            progress,
         });
         Self::Streamed(Streamed {
             frames,

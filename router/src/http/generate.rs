@@ -43,6 +43,7 @@ pub async fn answer(
     let Some(open) = account.as_mut() else {
         return Err(RouterError::Internal("a request without an account".into()));
     };
+    open.text();
     let origin = open.origin();
     let limits = app.limits();
     let Prepared {
@@ -63,6 +64,7 @@ pub async fn answer(
     let scored = specs.first().is_some_and(|spec| spec.sampling.logprobs.is_some());
     let scores = scored.then(|| Arc::clone(app.flow.text.vocabulary()));
     let run = Run::new(app, specs, n, &open.progress)?;
+    open.answers();
     if streamed {
         open.streamed();
         stream(
@@ -183,7 +185,10 @@ async fn stream(
             .map_or_else(Vec::new, |format| (0..run.choices).map(|_| format.scanner()).collect()),
         account,
     };
-    let body = Answer::streamed(app.config.client_stall(), |feed| writer.write(feed, first, run));
+    let progress = Arc::clone(&writer.account.progress);
+    let body = Answer::streamed(app.config.client_stall(), progress, |feed| {
+        writer.write(feed, first, run)
+    });
     let mut response = Response::new(body);
     let headers = response.headers_mut();
     headers.insert(

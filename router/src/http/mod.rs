@@ -29,6 +29,7 @@ use tokio_util::sync::CancellationToken;
 use crate::api::prepare::{Limits, TextWork};
 use crate::config::Config;
 use crate::engines::Side;
+use crate::evidence::Registry;
 use crate::flow::Flow;
 use body::Budget;
 use probe::Probe;
@@ -52,6 +53,8 @@ pub struct App {
     pub exposition: Exposition,
     /// `/readyz`.
     pub readiness: Readiness,
+    /// The connections, and where requests stand.
+    pub evidence: Arc<Registry>,
     /// Where spans begin.
     pub traces: Traces,
     /// Cancelled when a drain has run out of time: whatever still runs ends with an error.

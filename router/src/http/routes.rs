@@ -1,7 +1,6 @@
 //! Paths and methods.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use http::header::{self, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
@@ -15,6 +14,7 @@ use super::probe::Probe;
 use super::{App, generate};
 use crate::api::answer::Model;
 use crate::error::{Locked, RouterError};
+use crate::evidence::Connection;
 use crate::metrics::Endpoint;
 
 /// Names a request, in both directions.
@@ -31,9 +31,8 @@ const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const OPEN_METRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
 
-/// Answers one request. Dropped when its client leaves, with all that it has begun. `cut_off` is true once this router has
-/// closed the connection because the client takes nothing.
-pub async fn answer(app: Arc<App>, request: Request<Incoming>, cut_off: Arc<AtomicBool>) -> Response<Answer> {
+/// Answers one request. Dropped when its client leaves, with all that it has begun.
+pub async fn answer(app: Arc<App>, request: Request<Incoming>, connection: Arc<Connection>) -> Response<Answer> {
     let request_id = request_id(request.headers());
     let path = request.uri().path();
     let endpoint = match path {
@@ -47,13 +46,8 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, cut_off: Arc<Atom
         // probes and scrapers are no requests of anybody
         Endpoint::Other => Span::default(),
     };
-    let mut account = Some(Account::open(
-        &app.flow.metrics,
-        endpoint,
-        request_id.clone(),
-        cut_off,
-        span,
-    ));
+    let came_on = (connection, request.version());
+    let mut account = Some(Account::open(&app, endpoint, request_id.clone(), came_on, span));
     let head = request.method() == Method::HEAD;
     let mut response = match route(&app, endpoint, request, &mut account).await {
         Ok(response) => {

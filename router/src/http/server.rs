@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -13,14 +14,14 @@ use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tandem_telemetry::State;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::socket::Socket;
 use super::tls::Identity;
 use super::{App, routes};
-use crate::metrics::Counted;
+use crate::evidence::Connection;
 
 /// A connection between two requests: longer than the idle time of what usually stands before us (600 s at most), so that no
 /// pool sends a request into a connection that we are just closing.
@@ -47,10 +48,11 @@ pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<A
             accepted = accept(&listener, &slots) => accepted,
         };
         match accepted {
-            Ok((stream, slot)) => {
+            Ok((stream, peer, slot)) => {
                 let (app, watcher, identity) = (Arc::clone(&app), graceful.watcher(), identity.clone());
                 connections.spawn(async move {
-                    connection(stream, identity.as_deref(), app, watcher).await;
+                    let evidence = app.evidence.open(peer, identity.is_some());
+                    connection(stream, identity.as_deref(), app, watcher, evidence).await;
                     drop(slot);
                 });
             }
@@ -83,32 +85,36 @@ pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<A
 async fn accept(
     listener: &TcpListener,
     slots: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     let slot = Arc::clone(slots).acquire_owned().await.map_err(io::Error::other)?;
-    let (stream, _) = listener.accept().await?;
-    Ok((stream, slot))
+    let (stream, peer) = listener.accept().await?;
+    Ok((stream, peer, slot))
 }
 
-async fn connection(stream: TcpStream, identity: Option<&Identity>, app: Arc<App>, watcher: Watcher) {
-    let _open = Counted::new(&app.flow.metrics.connections);
+async fn connection(
+    stream: TcpStream,
+    identity: Option<&Identity>,
+    app: Arc<App>,
+    watcher: Watcher,
+    evidence: Arc<Connection>,
+) {
     let stalled = app.flow.metrics.client_stalled.clone();
-    let socket = match Socket::new(stream, app.config.client_stall(), stalled) {
+    let socket = match Socket::new(stream, app.config.client_stall(), stalled, Arc::clone(&evidence)) {
         Ok(socket) => socket,
         // the client is gone already
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
     };
-    let cut_off = socket.cut_off();
     match identity {
-        None => requests(socket, cut_off, app, watcher).await,
+        None => requests(socket, evidence, app, watcher).await,
         Some(identity) => match identity.accept(socket).await {
-            Ok(stream) => requests(stream, cut_off, app, watcher).await,
+            Ok(stream) => requests(stream, evidence, app, watcher).await,
             Err(error) => tracing::debug!(%error, "no TLS connection came about"),
         },
     }
 }
 
 /// Answers the requests of one connection.
-async fn requests<S>(stream: S, cut_off: Arc<AtomicBool>, app: Arc<App>, watcher: Watcher)
+async fn requests<S>(stream: S, evidence: Arc<Connection>, app: Arc<App>, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
@@ -117,7 +123,7 @@ where
         let asked = Arc::clone(&asked);
         move |request| {
             asked.store(true, Ordering::Relaxed);
-            let answer = routes::answer(Arc::clone(&app), request, Arc::clone(&cut_off));
+            let answer = routes::answer(Arc::clone(&app), request, Arc::clone(&evidence));
             async { Ok::<_, Infallible>(answer.await) }
         }
     });

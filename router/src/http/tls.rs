@@ -113,6 +113,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::evidence::Registry;
 
     fn pair() -> (String, String) {
         let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["localhost".to_owned()]).unwrap();
@@ -166,7 +167,9 @@ mod tests {
         for sent in [&b""[..], &[22, 3, 1, 2, 0, 1]] {
             let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
             client.write_all(sent).await.unwrap();
-            let socket = Socket::new(listener.accept().await.unwrap().0, HANDSHAKE, Counter::default()).unwrap();
+            let (stream, peer) = listener.accept().await.unwrap();
+            let evidence = Registry::default().open(peer, true);
+            let socket = Socket::new(stream, HANDSHAKE, Counter::default(), evidence).unwrap();
             let error = identity.accept(socket).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         }

@@ -8,6 +8,7 @@ mod choosing;
 mod client;
 mod drain;
 mod engine;
+mod evidence;
 mod failures;
 mod keys;
 mod logprobs;

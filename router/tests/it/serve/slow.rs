@@ -45,7 +45,7 @@ async fn a_reader_that_stops_holds_its_engine_for_ever_or_is_said_to_have_left()
     decode.called(1).await;
     decode.idle().await;
     stack.at_rest(&[&decode]).await;
-    stack.reaches("tandem_router_connections", 0).await;
+    stack.disconnected().await;
     let counted = |code| {
         stack.sample(&format!(
             "tandem_router_requests_total{{endpoint=\"chat\",code=\"{code}\"}}"

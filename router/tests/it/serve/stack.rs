@@ -88,6 +88,28 @@ impl Stack {
         assert!(reached.is_ok(), "{name} is {}, expected {value}", self.sample(name));
     }
 
+    /// Waits until no client connection is open.
+    pub async fn disconnected(&self) {
+        let open = || {
+            let text = self.metrics.encode().unwrap();
+            let lines = text
+                .lines()
+                .filter_map(|line| line.strip_prefix("tandem_router_connections{"));
+            let counts: Vec<i64> = lines
+                .map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap())
+                .collect();
+            assert!(!counts.is_empty(), "the connections are not counted");
+            counts.iter().sum::<i64>()
+        };
+        let wait = async {
+            while open() > 0 {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, wait).await;
+        assert!(reached.is_ok(), "{} connections stay open", open());
+    }
+
     /// Waits until the router knows that so many requests are at `mock`.
     pub async fn knows_of(&self, mock: &Mock, requests: u32) {
         let labels = format!("{{role=\"decode\",endpoint=\"{}\"}}", mock.endpoint());

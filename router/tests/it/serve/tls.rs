@@ -129,7 +129,7 @@ async fn both_protocols_are_served_whole_and_streamed() {
             assert!(text.contains(expected), "{protocol}: {text}");
         }
     }
-    stack.reaches("tandem_router_connections", 0).await;
+    stack.disconnected().await;
 }
 
 #[tokio::test]
@@ -172,7 +172,7 @@ async fn rubbish_is_cut_off_at_once_and_holds_no_connection() {
         let ended = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut rest)).await;
         assert!(ended.is_ok(), "{rubbish:?} holds the connection");
     }
-    stack.reaches("tandem_router_connections", 0).await;
+    stack.disconnected().await;
     pki.connect(stack.router.addr(), "http/1.1").await;
 }
 
@@ -199,7 +199,7 @@ async fn a_reader_that_stops_is_cut_off_behind_tls_too() {
     decode.called(1).await;
     decode.idle().await;
     stack.at_rest(&[&decode]).await;
-    stack.reaches("tandem_router_connections", 0).await;
+    stack.disconnected().await;
     assert_eq!(stack.sample("tandem_router_client_stalled_total"), 1);
     drop(answer);
     connection.abort();

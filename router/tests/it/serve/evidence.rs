@@ -1,0 +1,271 @@
+//! What `/admin/connections` and the metrics say of connections and requests, against what really goes on.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tandem_wire::proto::{finished, phase};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::PATIENCE;
+use super::client::{Client, question};
+use super::engine::{self, Mock, Shape, Step};
+use super::stack::{Stack, stack};
+
+const TOKEN: &str = "token-0123456789abcdef";
+const STATES: [&str; 13] = [
+    "blocked",
+    "reading",
+    "idle",
+    "client",
+    "body",
+    "text",
+    "queue",
+    "accept",
+    "prefill_queue",
+    "prefill",
+    "transfer",
+    "decode",
+    "answer",
+];
+
+struct Rig {
+    stack: Stack,
+    _token: tempfile::NamedTempFile,
+}
+
+impl Rig {
+    async fn start(decode: &Mock) -> Self {
+        let token = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(token.path(), TOKEN).unwrap();
+        let file = format!("--admin-token-file={}", token.path().display());
+        let stack = stack(&[], &[decode], &["--admin-listen=127.0.0.1:0", &file]).await;
+        Self { stack, _token: token }
+    }
+
+    async fn look(&self) -> Value {
+        let url = format!("http://{}/admin/connections", self.stack.router.admin_addr().unwrap());
+        let request = reqwest::Client::new().get(url).bearer_auth(TOKEN);
+        Client::read(request.send().await.unwrap()).await.json()
+    }
+
+    /// Waits until it looks as `wanted` says.
+    async fn until(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let began = Instant::now();
+        loop {
+            let view = self.look().await;
+            if wanted(&view) {
+                return view;
+            }
+            assert!(began.elapsed() < PATIENCE, "never {what}: {view:#}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Waits until one connection is in `state` and no other is anywhere; metrics and groups must say the same.
+    async fn alone_in(&self, state: &str) -> Value {
+        let view = self
+            .until(state, |view| {
+                view["open"] == 1 && view["connections"][0]["state"] == state
+            })
+            .await;
+        for name in STATES {
+            let expected = i64::from(name == state);
+            assert_eq!(view["by_state"][name]["count"], expected, "{name}: {view:#}");
+            let gauge = format!("tandem_router_connections{{state=\"{name}\"}}");
+            assert_eq!(self.stack.sample(&gauge), expected, "{gauge}");
+        }
+        assert_eq!(view["by_state"].as_object().unwrap().len(), STATES.len(), "{view:#}");
+        view
+    }
+}
+
+async fn connect(rig: &Rig) -> TcpStream {
+    TcpStream::connect(rig.stack.router.addr()).await.unwrap()
+}
+
+fn head(body: &Value) -> String {
+    format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: mine\r\ncontent-length: {}\r\n\r\n",
+        body.to_string().len()
+    )
+}
+
+#[tokio::test]
+async fn a_request_is_shown_where_it_is_not() {
+    let decode = engine::decode();
+    let rig = Rig::start(&decode).await;
+    decode.then(vec![
+        Step::Hold,
+        Step::Started,
+        Step::Phase(phase::Kind::Queued),
+        Step::Hold,
+        Step::Phase(phase::Kind::Prefill),
+        Step::Hold,
+        Step::Phase(phase::Kind::Transfer),
+        Step::Hold,
+        Step::Phase(phase::Kind::Decode),
+        Step::Hold,
+        Step::Spell("Paris"),
+        Step::Finish(finished::Cause::Stop),
+    ]);
+    let body = question(json!({}));
+    let mut socket = connect(&rig).await;
+    rig.alone_in("reading").await;
+    socket.write_all(head(&body).as_bytes()).await.unwrap();
+    let view = rig.alone_in("body").await;
+    assert_eq!(view["connections"][0]["http"], "1.1");
+    assert_eq!(view["connections"][0]["requests"][0]["request_id"], "mine");
+    assert_eq!(
+        (&view["in_flight"], &view["last_answer_written_ms"]),
+        (&json!(1), &Value::Null)
+    );
+    socket.write_all(body.to_string().as_bytes()).await.unwrap();
+    for state in ["accept", "prefill_queue", "prefill", "transfer", "decode"] {
+        let view = rig.alone_in(state).await;
+        assert_eq!(view["connections"][0]["requests"][0]["state"], state);
+        decode.release();
+    }
+    let view = rig.alone_in("idle").await;
+    let connection = &view["connections"][0];
+    assert_eq!(
+        (&view["in_flight"], &connection["requests_served"]),
+        (&json!(0), &json!(1))
+    );
+    rig.until("written", |view| view["last_answer_written_ms"].is_u64())
+        .await;
+
+    let request = &view["slowest"][0];
+    assert_eq!(
+        (&request["request_id"], &request["code"]),
+        (&json!("mine"), &json!("ok"))
+    );
+    assert_eq!(request["connection"], connection["id"]);
+    let spent = request["spent_ms"].as_object().unwrap();
+    for state in [
+        "body",
+        "text",
+        "accept",
+        "prefill_queue",
+        "prefill",
+        "transfer",
+        "decode",
+    ] {
+        assert!(spent[state].as_f64().unwrap() > 0.0, "{state}: {request:#}");
+    }
+    let (sum, total): (f64, _) = (
+        spent.values().filter_map(Value::as_f64).sum(),
+        request["total_ms"].as_f64().unwrap(),
+    );
+    // each is cut to whole microseconds
+    assert!((sum - total).abs() < 0.1, "{sum} of {total}: {request:#}");
+
+    // the next on the same connection begins with half a head
+    socket.write_all(b"POST /v1/chat/comp").await.unwrap();
+    rig.alone_in("reading").await;
+    drop(socket);
+    rig.until("closed", |view| view["open"] == 0).await;
+}
+
+#[tokio::test]
+async fn a_client_that_takes_nothing_is_shown_as_a_slow_engine() {
+    let decode = engine::decode();
+    let rig = Rig::start(&decode).await;
+    decode.then(vec![Step::Started, Step::Flood]);
+    let body = question(json!({"stream": true}));
+    let mut socket = connect(&rig).await;
+    socket.write_all(head(&body).as_bytes()).await.unwrap();
+    socket.write_all(body.to_string().as_bytes()).await.unwrap();
+    let view = rig
+        .until("blocked", |view| {
+            view["connections"][0]["requests"][0]["state"] == "client"
+        })
+        .await;
+    let connection = &view["connections"][0];
+    assert_eq!(connection["state"], "blocked", "{view:#}");
+    assert!(connection["unsent_bytes"].as_u64().unwrap() > 0, "{view:#}");
+    assert_eq!(view["by_state"]["blocked"]["count"], 1, "{view:#}");
+
+    // it takes some: the answer goes on until it is blocked again
+    let taken = async {
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            let _ = socket.read(&mut buffer).await.unwrap();
+            if rig.look().await["connections"][0]["state"] != "blocked" {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, taken)
+        .await
+        .expect("it stays blocked while it reads");
+    drop(socket);
+    let view = rig.until("gone", |view| view["lately"]["client_gone"] == 1).await;
+    assert!(view["lately"]["last_unfinished_ms"].is_u64(), "{view:#}");
+    let request = &view["slowest"][0];
+    assert_eq!(request["code"], "client_gone");
+    assert!(request["spent_ms"]["client"].as_f64().unwrap() > 0.0, "{request:#}");
+    rig.until("closed", |view| view["open"] == 0 && view["in_flight"] == 0)
+        .await;
+    rig.stack.at_rest(&[&decode]).await;
+}
+
+#[tokio::test]
+async fn a_request_that_waits_for_room_is_blamed_on_an_engine() {
+    let decode = Mock::start(Shape {
+        max_running: 1,
+        ..Shape::default()
+    });
+    let rig = Rig::start(&decode).await;
+    decode.then(vec![
+        Step::Started,
+        Step::Phase(phase::Kind::Decode),
+        Step::Hold,
+        Step::Spell("Paris"),
+        Step::Finish(finished::Cause::Stop),
+    ]);
+    let ask = || {
+        let client = rig.stack.client.clone();
+        tokio::spawn(async move { client.chat(json!({})).await.content() })
+    };
+    let first = ask();
+    rig.until("decoding", |view| view["by_state"]["decode"]["count"] == 1)
+        .await;
+    let second = ask();
+    let view = rig
+        .until("queued", |view| view["by_state"]["queue"]["count"] == 1)
+        .await;
+    assert_eq!(view["by_state"]["decode"]["count"], 1, "{view:#}");
+    decode.release();
+    assert_eq!(
+        (first.await.unwrap().as_str(), second.await.unwrap().as_str()),
+        ("Paris", "Paris")
+    );
+    let view = rig.until("over", |view| view["in_flight"] == 0).await;
+    let waited = |at: usize| view["slowest"][at]["spent_ms"]["queue"].as_f64().unwrap_or(0.0);
+    assert!(waited(0).max(waited(1)) > 0.0, "{view:#}");
+}
+
+#[tokio::test]
+async fn of_several_choices_the_fastest_is_shown() {
+    let decode = engine::decode();
+    let rig = Rig::start(&decode).await;
+    let held = |kind| {
+        vec![
+            Step::Started,
+            Step::Phase(kind),
+            Step::Hold,
+            Step::Spell("Paris"),
+            Step::Finish(finished::Cause::Stop),
+        ]
+    };
+    decode.then(held(phase::Kind::Decode)).then(held(phase::Kind::Prefill));
+    let client = rig.stack.client.clone();
+    let body = json!({"model": "tiny", "prompt": ["a", "b"]});
+    let asked = tokio::spawn(async move { client.send("/v1/completions", &body).await.status });
+    rig.until("prefill", |view| view["connections"][0]["state"] == "prefill")
+        .await;
+    decode.release();
+    decode.release();
+    assert_eq!(asked.await.unwrap(), 200);
+}
