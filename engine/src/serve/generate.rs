@@ -331,7 +331,11 @@ async fn generate(
             gather: asked.gather,
         },
     );
-    let mut decoding = false;
+    // from here on a pulled prompt waits for nothing but this engine, whatever it does first
+    let mut decoding = pulled;
+    if pulled {
+        phase(events, PhaseKind::Decode).await?;
+    }
     loop {
         match stream.recv().await {
             Some(SeqEvent::Tokens { ids, logprobs }) => {

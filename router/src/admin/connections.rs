@@ -21,7 +21,7 @@ const LATELY: Duration = Duration::from_mins(15);
 
 /// `GET /admin/connections`. All times in milliseconds.
 #[derive(Debug, Serialize)]
-pub struct Connections {
+pub struct Clients {
     open: usize,
     /// How many stand how, and the longest of each.
     by_state: BTreeMap<&'static str, Group>,
@@ -123,7 +123,7 @@ fn fine(time: Duration) -> f64 {
 }
 
 /// How things stand now.
-pub fn view(registry: &Registry) -> Connections {
+pub fn view(registry: &Registry) -> Clients {
     let now = Instant::now();
     let since = |then: Instant| ms(now.saturating_duration_since(then));
     let mut connections: Vec<One> = registry.connections().iter().map(|c| one(c, now)).collect();
@@ -155,7 +155,7 @@ pub fn view(registry: &Registry) -> Connections {
     };
     recent.sort_by_key(|request| std::cmp::Reverse(request.total));
     recent.truncate(SLOWEST);
-    Connections {
+    Clients {
         open,
         by_state,
         in_flight,
