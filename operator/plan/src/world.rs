@@ -1,0 +1,131 @@
+//! What the planner is told: nothing of it is trusted to last.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use tandem_crds::status::GateOutcome;
+use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
+
+use crate::intents::Traffic;
+use crate::revision::{DefaultImages, Revision};
+
+/// All that a plan depends on.
+#[derive(Debug, Clone, Copy)]
+pub struct Input<'a> {
+    /// The time, in whole seconds.
+    pub now: Timestamp,
+    /// The generation of the spec.
+    pub generation: i64,
+    /// Since when the object is being deleted.
+    pub deleting: Option<Timestamp>,
+    /// What is to run.
+    pub spec: &'a PDDeploymentSpec,
+    /// What the last pass wrote.
+    pub status: &'a PDDeploymentStatus,
+    /// The images that this operator takes where the spec names none.
+    pub images: &'a DefaultImages,
+    /// The stored revisions, oldest first.
+    pub revisions: &'a [Revision],
+    /// What runs.
+    pub world: &'a World,
+}
+
+/// What runs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct World {
+    /// Workloads that carry our owner reference, those of 0 replicas included. The router has one.
+    pub workloads: Vec<Workload>,
+    /// Their pods, until they are gone.
+    pub pods: Vec<Pod>,
+    /// The hash of the knobs that lie in each role's config map.
+    pub knobs: BTreeMap<Role, String>,
+    /// The order to the routers that lies in their config map.
+    pub order: Option<Traffic>,
+    /// What the last probe found.
+    pub probe: Option<Probe>,
+    /// What the routers' evidence says of the way to the clients.
+    pub client_path: Option<Finding>,
+    /// What the engines say of hand-offs since they started.
+    pub transfer: Option<Finding>,
+    /// Objects of others that bear a name which is needed.
+    pub conflicts: Vec<String>,
+}
+
+/// Pods of one role and one revision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Workload {
+    /// The role.
+    pub role: Role,
+    /// The role's revision, [`Revision::hash`]; the router's that of its template.
+    pub revision: String,
+    /// The contract of its pods.
+    pub contract: String,
+    /// How many pods are asked for.
+    pub replicas: i32,
+    /// GPUs of one pod.
+    pub gpus: i32,
+    /// Why pods cannot be made, for example a quota.
+    pub trouble: Option<Trouble>,
+}
+
+/// One pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pod {
+    /// Its uid.
+    pub uid: String,
+    /// The role.
+    pub role: Role,
+    /// The role's revision that it was made from.
+    pub revision: String,
+    /// GPUs that it holds or asks for.
+    pub gpus: i32,
+    /// Serves: ready, as its probe says, and known to the router.
+    pub ready: bool,
+    /// Asked to stop.
+    pub terminating: bool,
+    /// Its node is unreachable or gone: it serves nobody, and its GPUs went with the node.
+    pub lost: bool,
+    /// Why it does not serve: `Unschedulable`, `ImagePullFailed`, `CrashLoop`, …
+    pub trouble: Option<Trouble>,
+    /// The hash of the knobs that its process says it runs with.
+    pub knobs: Option<String>,
+    /// What its process computes with.
+    pub backend: String,
+    /// A router's last acknowledged order.
+    pub order: Option<Traffic>,
+    /// A router's requests that are with engines.
+    pub in_flight: u64,
+}
+
+/// Why something does not come to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trouble {
+    /// In one word, as a condition's reason.
+    pub reason: String,
+    /// In the words of who said it.
+    pub message: String,
+}
+
+/// What a probe found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Probe {
+    /// The revision that it was ordered for.
+    pub revision: String,
+    /// The pods that it was ordered for.
+    pub pods: String,
+    /// What it found.
+    pub outcome: GateOutcome,
+    /// What was measured, or what failed.
+    pub message: String,
+}
+
+/// What somebody measured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// Whether it is well.
+    pub healthy: bool,
+    /// In one word, as a condition's reason.
+    pub reason: String,
+    /// What was measured.
+    pub message: String,
+}

@@ -1,0 +1,524 @@
+//! A world for the planner: Kubernetes' controllers, nodes and processes, and an operator that may die between any two of
+//! its writes. Time is a number, chance is the property's.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::Timestamp;
+use tandem_crds::status::{Direction, GateOutcome};
+use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
+use tandem_plan::{
+    DefaultImages, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
+};
+
+const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
+/// A pod is deleted this long after its node was lost.
+const EVICTION_SECONDS: i64 = 60;
+/// One tick of the world.
+pub const TICK_SECONDS: i64 = 10;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Node {
+    Up,
+    Lost { since: i64 },
+    Gone,
+}
+
+/// What the simulated kubelet knows of a pod beside what the planner sees.
+#[derive(Debug, Clone)]
+struct Life {
+    node: Option<usize>,
+    since: i64,
+}
+
+#[derive(Debug, Clone)]
+pub struct Sim {
+    pub now: i64,
+    /// What the operator's clock says more than the world's.
+    pub skew: i64,
+    pub spec: PDDeploymentSpec,
+    pub generation: i64,
+    pub deleting: Option<i64>,
+    pub finalizer: bool,
+    pub status: PDDeploymentStatus,
+    pub images: DefaultImages,
+    pub revisions: Vec<Revision>,
+    pub world: World,
+    pub nodes: Vec<Node>,
+    pub gpus_per_node: i32,
+    /// Hashes of roles whose pods never get ready.
+    pub broken: BTreeSet<String>,
+    /// Targets whose probe fails.
+    pub bad_probe: BTreeSet<String>,
+    pub start_seconds: i64,
+    pub stop_seconds: i64,
+    /// Every write by its name.
+    pub writes: Vec<String>,
+    /// What went against an invariant.
+    pub wrong: Vec<String>,
+    lives: BTreeMap<String, Life>,
+    next_uid: u64,
+    probe_ordered: Option<(String, String)>,
+}
+
+impl Sim {
+    pub fn new(spec: PDDeploymentSpec) -> Self {
+        Self {
+            now: 1_000_000,
+            skew: 0,
+            spec,
+            generation: 1,
+            deleting: None,
+            finalizer: true,
+            status: PDDeploymentStatus::default(),
+            images: DefaultImages {
+                engine: "engine:1".into(),
+                router: "router:1".into(),
+            },
+            revisions: Vec::new(),
+            world: World::default(),
+            nodes: vec![Node::Up; 2],
+            gpus_per_node: 8,
+            broken: BTreeSet::new(),
+            bad_probe: BTreeSet::new(),
+            start_seconds: 30,
+            stop_seconds: 20,
+            writes: Vec::new(),
+            wrong: Vec::new(),
+            lives: BTreeMap::new(),
+            next_uid: 0,
+            probe_ordered: None,
+        }
+    }
+
+    pub fn edit(&mut self, change: impl FnOnce(&mut PDDeploymentSpec)) {
+        change(&mut self.spec);
+        self.generation += 1;
+    }
+
+    fn time(&self) -> Timestamp {
+        Timestamp::from_second(self.now + self.skew).unwrap()
+    }
+
+    pub fn plan(&self) -> Plan {
+        tandem_plan::plan(Input {
+            now: self.time(),
+            generation: self.generation,
+            deleting: self.deleting.map(|at| Timestamp::from_second(at).unwrap()),
+            spec: &self.spec,
+            status: &self.status,
+            images: &self.images,
+            revisions: &self.revisions,
+            world: &self.world,
+        })
+    }
+
+    // ---- the operator ----
+
+    /// One pass that dies after so many writes.
+    pub fn reconcile(&mut self, mut writes: usize) {
+        let plan = self.plan();
+        let seen = self.world.clone();
+        let mut may = |sim: &mut Self, name: String| {
+            let may = writes > 0;
+            if may {
+                writes -= 1;
+                sim.writes.push(name);
+            }
+            may
+        };
+        if let Some(revision) = &plan.store {
+            if !may(self, format!("store {}", revision.id)) {
+                return;
+            }
+            self.revisions.push(revision.clone());
+        }
+        if self.world.order != Some(plan.traffic) {
+            if !may(self, format!("order {:?}", plan.traffic)) {
+                return;
+            }
+            self.world.order = Some(plan.traffic);
+        }
+        for at in 0..self.world.pods.len() {
+            let pod = &self.world.pods[at];
+            if pod.role == Role::Router && pod.ready && !pod.lost && pod.order != Some(plan.traffic) {
+                if !may(self, format!("tell {} {:?}", self.world.pods[at].uid, plan.traffic)) {
+                    return;
+                }
+                self.world.pods[at].order = Some(plan.traffic);
+            }
+        }
+        for (role, id) in &plan.knobs {
+            let Some(revision) = self.revisions.iter().find(|revision| &revision.id == id) else {
+                continue;
+            };
+            let hash = revision.knobs(*role).to_owned();
+            if self.world.knobs.get(role) != Some(&hash) {
+                if !may(self, format!("knobs {role:?} {hash}")) {
+                    return;
+                }
+                self.world.knobs.insert(*role, hash.clone());
+            }
+            for at in 0..self.world.pods.len() {
+                let pod = &self.world.pods[at];
+                if pod.role == *role && pod.ready && !pod.lost && pod.knobs.as_ref() != Some(&hash) {
+                    if !may(self, format!("set knobs of {}", self.world.pods[at].uid)) {
+                        return;
+                    }
+                    self.world.pods[at].knobs = Some(hash.clone());
+                }
+            }
+        }
+        for intent in &plan.workloads {
+            let found = self
+                .world
+                .workloads
+                .iter()
+                .position(|workload| workload.role == intent.role && workload.revision == intent.revision);
+            let replicas = found.map(|at| self.world.workloads[at].replicas);
+            if replicas == Some(intent.replicas) {
+                continue;
+            }
+            if !may(
+                self,
+                format!("scale {} {:?} -> {}", intent.revision, replicas, intent.replicas),
+            ) {
+                return;
+            }
+            self.scale(intent, found, replicas.unwrap_or(0), &seen);
+        }
+        let stays = |workload: &Workload| {
+            let is_it = |intent: &WorkloadIntent| intent.role == workload.role && intent.revision == workload.revision;
+            plan.workloads.iter().any(is_it)
+        };
+        for workload in self.world.workloads.clone() {
+            if !stays(&workload) {
+                if !may(self, format!("remove {}", workload.revision)) {
+                    return;
+                }
+                self.world.workloads.retain(|other| *other != workload);
+            }
+        }
+        for id in &plan.discard {
+            if !may(self, format!("discard {id}")) {
+                return;
+            }
+            self.revisions.retain(|revision| revision.id != *id);
+        }
+        if let Some(order) = &plan.probe {
+            self.probe_ordered = Some((order.revision.clone(), order.pods.clone()));
+        }
+        self.finalizer = plan.finalizer;
+        if self.status != plan.status && may(self, format!("status {:?}", plan.status.step)) {
+            self.status = plan.status;
+        }
+    }
+
+    /// A move of the planner, held to the invariants of moves.
+    fn scale(&mut self, intent: &WorkloadIntent, found: Option<usize>, before: i32, seen: &World) {
+        if self.deleting.is_some() {
+            self.wrong
+                .push(format!("{} is scaled while the object is deleted", intent.revision));
+        }
+        let at = found.unwrap_or_else(|| {
+            let template = intent
+                .template
+                .as_ref()
+                .and_then(|id| self.revisions.iter().find(|stored| &stored.id == id));
+            let template = template.unwrap_or_else(|| panic!("{intent:?} has no stored template"));
+            self.world.workloads.push(Workload {
+                role: intent.role,
+                revision: intent.revision.clone(),
+                contract: template.contract.clone(),
+                replicas: 0,
+                gpus: template.gpus(intent.role),
+                trouble: None,
+            });
+            self.world.workloads.len() - 1
+        });
+        self.world.workloads[at].replicas = intent.replicas;
+        let workload = self.world.workloads[at].clone();
+        if intent.replicas <= before {
+            return;
+        }
+        let used: i32 = self
+            .world
+            .workloads
+            .iter()
+            .map(|workload| {
+                let pods = |terminating| {
+                    let of_it = |pod: &&Pod| pod.revision == workload.revision && pod.role == workload.role;
+                    let pods = seen.pods.iter().filter(of_it);
+                    pods.filter(|pod| !pod.lost && pod.terminating == terminating).count() as i32
+                };
+                workload.gpus * (workload.replicas.max(pods(false)) + pods(true))
+            })
+            .sum();
+        if workload.gpus > 0 && used > self.spec.gpus.budget {
+            self.wrong
+                .push(format!("{used} GPUs of {} after {intent:?}", self.spec.gpus.budget));
+        }
+        let ready = |role, contract: &str| {
+            let of_contract = |pod: &&Pod| {
+                let its = self
+                    .world
+                    .workloads
+                    .iter()
+                    .find(|other| other.revision == pod.revision && other.role == role);
+                pod.role == role && pod.ready && its.is_some_and(|its| its.contract == contract)
+            };
+            seen.pods.iter().any(|pod| of_contract(&pod))
+        };
+        let fresh = !seen
+            .pods
+            .iter()
+            .any(|pod| pod.role == Role::Decode && pod.revision == workload.revision);
+        if workload.role == Role::Decode && fresh && !ready(Role::Prefill, &workload.contract) {
+            self.wrong.push(format!(
+                "decode {} goes before a ready prefill of its contract",
+                workload.revision
+            ));
+        }
+        if workload.role == Role::Router
+            && before == 0
+            && ENGINES.into_iter().any(|role| !ready(role, &workload.contract))
+        {
+            self.wrong.push(format!(
+                "router {} goes before ready engines of its contract",
+                workload.revision
+            ));
+        }
+    }
+
+    // ---- Kubernetes and the processes ----
+
+    /// Time goes on by one tick.
+    pub fn tick(&mut self) {
+        self.now += TICK_SECONDS;
+        self.lose();
+        self.control();
+        self.schedule();
+        self.run();
+        if let Some((revision, pods)) = self.probe_ordered.take() {
+            let bad = self.bad_probe.contains(tandem_plan::target_of(&revision));
+            self.world.probe = Some(Probe {
+                revision,
+                pods,
+                outcome: if bad { GateOutcome::Failed } else { GateOutcome::Passed },
+                message: if bad { "no KV crossed".into() } else { String::new() },
+            });
+        }
+    }
+
+    fn lose(&mut self) {
+        for pod in &mut self.world.pods {
+            let node = self.lives[&pod.uid].node.map(|at| &self.nodes[at]);
+            pod.lost = matches!(node, Some(Node::Lost { .. } | Node::Gone));
+            if pod.lost {
+                pod.ready = false;
+            }
+            match node {
+                Some(Node::Lost { since }) if self.now - since > EVICTION_SECONDS => pod.terminating = true,
+                _ => {}
+            }
+        }
+        let lives = &self.lives;
+        let nodes = &self.nodes;
+        self.world
+            .pods
+            .retain(|pod| lives[&pod.uid].node.is_none_or(|at| nodes[at] != Node::Gone));
+    }
+
+    fn control(&mut self) {
+        for workload in self.world.workloads.clone() {
+            let of_it = |pod: &Pod| pod.role == workload.role && pod.revision == workload.revision && !pod.terminating;
+            let alive = self.world.pods.iter().filter(|pod| of_it(pod)).count() as i32;
+            for _ in alive..workload.replicas {
+                self.next_uid += 1;
+                let uid = format!("{}-{}", workload.revision, self.next_uid);
+                self.lives.insert(
+                    uid.clone(),
+                    Life {
+                        node: None,
+                        since: self.now,
+                    },
+                );
+                self.world.pods.push(Pod {
+                    uid,
+                    role: workload.role,
+                    revision: workload.revision.clone(),
+                    gpus: workload.gpus,
+                    ready: false,
+                    terminating: false,
+                    lost: false,
+                    trouble: None,
+                    knobs: None,
+                    backend: String::new(),
+                    order: None,
+                    in_flight: 0,
+                });
+            }
+            for _ in workload.replicas..alive {
+                let mut pods: Vec<&mut Pod> = self.world.pods.iter_mut().filter(|pod| of_it(pod)).collect();
+                pods.sort_by_key(|pod| pod.ready);
+                pods[0].terminating = true;
+                pods[0].ready = false;
+                self.lives.get_mut(&pods[0].uid).unwrap().since = self.now;
+            }
+        }
+        // A workload that was removed takes its pods with it; a router's new template takes the old one's.
+        let workloads = &self.world.workloads;
+        let router_ready = |pods: &[Pod], hash: &str| {
+            pods.iter()
+                .any(|pod| pod.role == Role::Router && pod.revision == hash && pod.ready)
+        };
+        let router = workloads
+            .iter()
+            .find(|workload| workload.role == Role::Router)
+            .map(|router| router.revision.clone());
+        let rolled = router.is_some_and(|hash| router_ready(&self.world.pods, &hash));
+        for pod in &mut self.world.pods {
+            let owned = workloads
+                .iter()
+                .any(|workload| workload.role == pod.role && workload.revision == pod.revision);
+            if !owned && !pod.terminating && (pod.role != Role::Router || rolled) {
+                pod.terminating = true;
+                pod.ready = false;
+                self.lives.get_mut(&pod.uid).unwrap().since = self.now;
+            }
+        }
+    }
+
+    fn schedule(&mut self) {
+        for at in 0..self.world.pods.len() {
+            let pod = &self.world.pods[at];
+            if self.lives[&pod.uid].node.is_some() || pod.terminating {
+                continue;
+            }
+            let free = |node: usize| {
+                let on = |pod: &&Pod| self.lives[&pod.uid].node == Some(node);
+                self.gpus_per_node - self.world.pods.iter().filter(on).map(|pod| pod.gpus).sum::<i32>()
+            };
+            let fits = (0..self.nodes.len()).find(|&node| self.nodes[node] == Node::Up && free(node) >= pod.gpus);
+            let uid = pod.uid.clone();
+            let life = self.lives.get_mut(&uid).unwrap();
+            life.node = fits;
+            life.since = self.now;
+            self.world.pods[at].trouble = fits.is_none().then(|| Trouble {
+                reason: "Unschedulable".into(),
+                message: "Insufficient nvidia.com/gpu".into(),
+            });
+        }
+    }
+
+    fn run(&mut self) {
+        let knobs = self.world.knobs.clone();
+        let order = self.world.order;
+        let (lives, now, start, broken) = (&self.lives, self.now, self.start_seconds, &self.broken);
+        for pod in &mut self.world.pods {
+            let life = &lives[&pod.uid];
+            let runs = !pod.terminating && !pod.lost && life.node.is_some();
+            if runs && !pod.ready && now - life.since >= start {
+                if broken.contains(&pod.revision) {
+                    pod.trouble = Some(Trouble {
+                        reason: "CrashLoop".into(),
+                        message: "exit code 1".into(),
+                    });
+                    continue;
+                }
+                pod.ready = true;
+                pod.backend = "cpu".into();
+                pod.knobs = knobs.get(&pod.role).cloned();
+                pod.order = order.filter(|_| pod.role == Role::Router);
+            }
+            if pod.role == Role::Router {
+                let admits = matches!(pod.order, None | Some(Traffic::Admit));
+                pod.in_flight = if admits && pod.ready {
+                    3
+                } else {
+                    pod.in_flight.saturating_sub(1)
+                };
+            }
+        }
+        let stop = self.stop_seconds;
+        let stopped = |pod: &Pod| {
+            pod.terminating && !pod.lost && (lives[&pod.uid].node.is_none() || now - lives[&pod.uid].since >= stop)
+        };
+        self.world.pods.retain(|pod| !stopped(pod));
+    }
+
+    pub fn kill(&mut self, at: usize) {
+        let count = self.world.pods.len();
+        if count == 0 {
+            return;
+        }
+        let pod = &mut self.world.pods[at % count];
+        pod.terminating = true;
+        pod.ready = false;
+        self.lives.get_mut(&pod.uid).unwrap().since = self.now;
+    }
+
+    // ---- what tests ask ----
+
+    pub fn condition(&self, type_: &str) -> &str {
+        let found = self.status.conditions.iter().find(|condition| condition.type_ == type_);
+        found.map_or("", |condition| condition.status.as_str())
+    }
+
+    pub fn reason(&self, type_: &str) -> &str {
+        let found = self.status.conditions.iter().find(|condition| condition.type_ == type_);
+        found.map_or("", |condition| condition.reason.as_str())
+    }
+
+    pub fn serving(&self, role: Role) -> usize {
+        self.world
+            .pods
+            .iter()
+            .filter(|pod| pod.role == role && pod.ready && !pod.lost)
+            .count()
+    }
+
+    pub fn uids(&self, role: Role) -> Vec<String> {
+        self.world
+            .pods
+            .iter()
+            .filter(|pod| pod.role == role)
+            .map(|pod| pod.uid.clone())
+            .collect()
+    }
+
+    /// Ticks and passes until nothing changes, at most so often; whether it is settled then.
+    pub fn rest(&mut self, ticks: usize) -> bool {
+        for _ in 0..ticks {
+            self.reconcile(usize::MAX);
+            self.hold();
+            let before = self.writes.len();
+            self.tick();
+            self.reconcile(usize::MAX);
+            self.hold();
+            let quiet = self
+                .world
+                .pods
+                .iter()
+                .all(|pod| pod.ready || pod.lost || pod.trouble.is_some());
+            let moves = self
+                .status
+                .rollout
+                .as_ref()
+                .is_some_and(|rollout| rollout.direction != Direction::Held);
+            if before == self.writes.len() && quiet && !moves {
+                return self.status.rollout.is_none();
+            }
+        }
+        false
+    }
+
+    /// What has to hold after every write and every event.
+    pub fn hold(&mut self) {
+        if self.condition("Ready") == "True" && self.status.observed_generation == self.generation {
+            let target = tandem_crds::Inputs::of(&self.spec).target();
+            if tandem_plan::target_of(&self.status.revisions.running) != target {
+                self.wrong.push("Ready on another target than the spec's".into());
+            }
+        }
+    }
+}
