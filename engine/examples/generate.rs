@@ -1,4 +1,4 @@
-//! Continues a prompt of token ids greedily and prints the ids: `generate MODEL.gguf COUNT ID,ID,... [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]`.
+//! Continues a prompt of token ids greedily and prints the ids: `generate MODEL.gguf COUNT ID,ID,... [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512|cpu-amx]`.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         options.threads = threads.parse()?;
     }
     if let Some(name) = rest.get(1) {
-        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2 or cpu-avx512")?);
+        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2, cpu-avx512 or cpu-amx")?);
     }
     let mut tokens = ids.split(',').map(str::parse).collect::<Result<Vec<u32>, _>>()?;
     let prompt = tokens.len();

@@ -1,6 +1,6 @@
 //! Raw logits of given texts, teacher-forced: for comparison with another implementation, or with the same weights held as f32.
 //!
-//! `logits MODEL [--f32] [--chunk N] [--threads N] [--tensor-parallel N] [--isa cpu-scalar|cpu-avx2|cpu-avx512]` reads texts from
+//! `logits MODEL [--f32] [--chunk N] [--threads N] [--tensor-parallel N] [--isa cpu-scalar|cpu-avx2|cpu-avx512|cpu-amx]` reads texts from
 //! standard input, one a line, as token ids, and writes to standard output `vocab_size` little-endian f32 for each token: the logits of what follows it. `--f32`
 //! holds all weights as f32 (the oracle), `--chunk 1` goes the way of decoding.
 

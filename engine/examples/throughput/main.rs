@@ -1,6 +1,6 @@
 //! Tokens per second of the executor alone: no HTTP, tokenizer or scheduler. For a comparison, a driver runs cases one at a time.
 //!
-//! `throughput MODEL [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512]` reads cases from standard input, one a line, and answers each with a line of JSON:
+//! `throughput MODEL [THREADS] [cpu-scalar|cpu-avx2|cpu-avx512|cpu-amx]` reads cases from standard input, one a line, and answers each with a line of JSON:
 //! - `prefill TOKENS CHUNK`: one prompt, computed in chunks, the last one sampled
 //! - `decode SEQUENCES CONTEXT STEPS`: so many steps of one token for each of the sequences, each sampled greedily
 //! - `kv TOKENS`: reads and writes that many tokens' KV in the wire's order
@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         options.threads = threads.parse()?;
     }
     if let Some(name) = args.get(3) {
-        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2 or cpu-avx512")?);
+        options.isa = Some(Isa::named(name).ok_or("cpu-scalar, cpu-avx2, cpu-avx512 or cpu-amx")?);
     }
     options.kv = KvBudget::Mib(512);
     let weights = Weights::of(&options.path)?;

@@ -2,6 +2,9 @@
 
 use super::layout::BLOCK;
 
+/// Rows of inputs that the widest kernel reads at once.
+const TILE_ROWS: usize = 16;
+
 /// The forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActKind {
@@ -71,15 +74,19 @@ pub struct Act {
 }
 
 impl Act {
-    /// Bytes that hold `rows` x `k` inputs in any form.
+    /// Bytes that hold `rows` x `k` inputs in any form. Kernels may read, and never use, rows up to a multiple of 16.
     pub const fn bytes(rows: usize, k: usize) -> usize {
         // f32 is the widest; int8 and its scales stay below
-        rows * k * 4 + 64
+        rows.next_multiple_of(TILE_ROWS) * k * 4 + 64
     }
 
     /// A view of memory of at least [`Act::bytes`], aligned to 64.
     pub fn new(start: *mut u8, rows: usize, k: usize) -> Self {
-        Self { start, rows, k }
+        Self {
+            start,
+            rows: rows.next_multiple_of(TILE_ROWS),
+            k,
+        }
     }
 
     /// As int8.

@@ -7,7 +7,7 @@
 use super::act::{Float, Int8};
 use super::layout::LANES;
 use super::pack::Part;
-use super::{avx2, avx512, scalar};
+use super::{amx, avx2, avx512, scalar};
 use crate::backend::BackendError;
 
 /// A block or row whose largest magnitude is below this is quantised to zeros: 127 / denormal is infinite, and 0 x infinity NaN.
@@ -31,8 +31,8 @@ pub fn inverse_rms(mean: f32, eps: f32) -> f32 {
     }
 }
 
-/// An instruction set that has its own kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// An instruction set that has its own kernels; a CPU that has one has those before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Any CPU.
     Scalar,
@@ -40,15 +40,19 @@ pub enum Isa {
     Avx2,
     /// AVX-512 with VNNI for quantised matmuls.
     Avx512,
+    /// AVX-512, and AMX's int8 tiles for quantised matmuls of many rows.
+    Amx,
 }
 
 impl Isa {
     /// All of them, the plainest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// The best one that this CPU has.
     pub fn detect() -> Self {
-        if avx512::available() {
+        if amx::available() {
+            Self::Amx
+        } else if avx512::available() {
             Self::Avx512
         } else if avx2::available() {
             Self::Avx2
@@ -63,6 +67,7 @@ impl Isa {
             Self::Scalar => "cpu-scalar",
             Self::Avx2 => "cpu-avx2",
             Self::Avx512 => "cpu-avx512",
+            Self::Amx => "cpu-amx",
         }
     }
 
@@ -77,7 +82,8 @@ impl Isa {
             Self::Scalar => Ok(scalar::KERNELS),
             Self::Avx2 if avx2::available() => Ok(avx2::KERNELS),
             Self::Avx512 if avx512::available() => Ok(avx512::KERNELS),
-            Self::Avx2 | Self::Avx512 => Err(BackendError::Unsupported(format!(
+            Self::Amx if amx::available() => Ok(amx::KERNELS),
+            Self::Avx2 | Self::Avx512 | Self::Amx => Err(BackendError::Unsupported(format!(
                 "this CPU lacks instructions of {}; use other kernels",
                 self.backend_name()
             ))),
@@ -161,7 +167,7 @@ impl Attention<'_> {
     /// Floats of scratch for any call with this head width and group: scores, keys and values as f32, maximums, sums.
     pub const fn scratch_len(dim: usize, group: usize) -> usize {
         let rows = if group > QUERY_ROWS { group } else { QUERY_ROWS };
-        rows * (KEY_BLOCK + 8 + 8) + dim * 16 + KEY_BLOCK * dim
+        rows * (KEY_BLOCK + 8 + 16) + dim * 32 + KEY_BLOCK * dim
     }
 
     /// Tokens that one tile takes.
@@ -183,7 +189,7 @@ pub struct Kernels {
     /// Quantises `blocks` blocks of 32 into `a`, row `row`, from block `first` on; `flip` 0x80 stores q + 128, 0 q.
     /// A block with NaN or infinity gets that as its scale, so that it is seen in every result.
     pub quantise8: unsafe fn(x: *const f32, blocks: usize, a: &Int8, row: usize, first: usize, flip: u8),
-    /// Quantised panels times int8 rows. `scratch`: [`MATMUL_SCRATCH`] bytes, aligned to 32.
+    /// Quantised panels times int8 rows. `scratch`: [`MATMUL_SCRATCH`] bytes, aligned to 64.
     pub matmul_int8: unsafe fn(w: &Part, a: &Int8, rows: usize, out: Out, scratch: *mut u8),
     /// Float panels times f32 rows; any `k`.
     pub matmul_float: unsafe fn(w: &Part, a: &Float, rows: usize, out: Out),

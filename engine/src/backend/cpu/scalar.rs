@@ -114,7 +114,7 @@ unsafe fn matmul_int8(w: &Part, a: &Int8, rows: usize, out: Out, _scratch: *mut 
                         let weight = i32::from(block.q[i]) - i32::from(layout.centre);
                         sums[i / 16] += weight * i32::from((q[i] ^ flip) as i8);
                     }
-                    let mut add = |sum: i32, d: f32| acc = (sum as f32 * scale.d).mul_add(d, acc);
+                    let mut add = |sum: i32, d: f32| acc = (sum as f32 * d).mul_add(scale.d, acc);
                     if layout.form == Form::Halves {
                         add(sums[0], block.d[0]);
                         add(sums[1], block.d[1]);

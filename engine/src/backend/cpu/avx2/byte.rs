@@ -70,7 +70,7 @@ unsafe fn tile<const MR: usize, const FLIPPED: bool>(
             let d = halves(p.add(Eight::BYTES));
             for m in 0..MR {
                 let da = repeat(&raw const (*a.scales.add((m0 + m) * nb + b)).d);
-                acc[m] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i[m]), da), d, acc[m]);
+                acc[m] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i[m]), d), da, acc[m]);
             }
             p = p.add(BYTES);
         }

@@ -193,8 +193,8 @@ unsafe fn half_block<Q: LoadQuants, const NR: usize>(
             }
         }
         for n in 0..NR {
-            let f = _mm256_mul_ps(_mm256_cvtepi32_ps(all[n]), da);
-            acc[n] = _mm256_fmadd_ps(f, _mm256_loadu_ps(d.add(n * SIGNED_BLOCK).cast()), acc[n]);
+            let d = _mm256_loadu_ps(d.add(n * SIGNED_BLOCK).cast());
+            acc[n] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(all[n]), d), da, acc[n]);
         }
     }
 }

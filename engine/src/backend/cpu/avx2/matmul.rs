@@ -1,6 +1,6 @@
 //! Quantised panels x int8 rows.
 //!
-//! Per block and lane, in every kernel of every table: `i = sum (q_w - centre) q_a` exactly, then `acc = fma(f32(i) d_a, d_w, acc)`, with
+//! Per block and lane, in every kernel of every table: `i = sum (q_w - centre) q_a` exactly, then `acc = fma(f32(i) d_w, d_a, acc)`, with
 //! a minimum `acc = fma(min + centre d_w, s_a, acc)`, in k order. So a row's bits do not depend on the kernel, and the
 //! integer part may be computed in whatever way is fastest:
 //! - few rows (here): quants unpacked in registers, unsigned weights x signed inputs; products are added in i16 as far as they fit;
@@ -114,7 +114,7 @@ unsafe fn tile<Q: LoadQuants, S: LoadScales, const MR: usize>(
                     let da = repeat(&raw const (*scale).d);
                     let add = |i: __m256i, start: __m256i, d: __m256, acc: __m256| {
                         let i = _mm256_add_epi32(i, start);
-                        _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), da), d, acc)
+                        _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), d), da, acc)
                     };
                     let start = centred::<Q>((*scale).start);
                     if S::FORM == Form::Halves {

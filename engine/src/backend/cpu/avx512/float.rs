@@ -7,7 +7,7 @@ use super::super::avx2;
 use super::super::kernels::Out;
 use super::super::layout::LANES;
 use super::super::pack::Part;
-use super::lanes::{half_pair, repeat};
+use super::lanes::{half_pair, put, repeat};
 use crate::model::Dtype;
 
 /// An element type of a float panel.
@@ -136,12 +136,7 @@ unsafe fn tile<E: Element, const MR: usize, const NP: usize>(
         for (m, acc) in acc.into_iter().enumerate() {
             for (n, v) in acc.into_iter().enumerate() {
                 let o = out.panel(w.first + p + 2 * n).add((m0 + m) * out.ld);
-                let v = if out.add {
-                    _mm512_add_ps(_mm512_loadu_ps(o), v)
-                } else {
-                    v
-                };
-                _mm512_storeu_ps(o, v);
+                put(o, v, out.add);
             }
         }
         MR

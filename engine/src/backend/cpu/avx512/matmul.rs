@@ -9,6 +9,7 @@ use super::super::avx2;
 use super::super::kernels::Out;
 use super::super::layout::{BLOCK, Eight, Five, Form, Four, One, Quants, Shared, SharedHalves, Six, Two};
 use super::super::pack::Part;
+use super::lanes::put;
 use super::load::{Block, LoadQuants, LoadScales};
 use crate::model::Dtype;
 
@@ -179,7 +180,7 @@ impl Rows {
         for m in 0..N {
             // SAFETY: as in `tile`.
             let da = _mm512_set1_ps(unsafe { (*self.scales.add(m * self.nb)).d });
-            acc[m] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i[m]), da), d, acc[m]);
+            acc[m] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i[m]), d), da, acc[m]);
         }
     }
 
@@ -227,16 +228,6 @@ unsafe fn dots<const N: usize, const M: usize>(
 unsafe fn store<const N: usize>(acc: [__m512; N], o: *mut f32, out: Out) {
     for (m, v) in acc.into_iter().enumerate() {
         // SAFETY: as in `tile`.
-        unsafe {
-            let o = o.add(m * out.ld);
-            _mm512_storeu_ps(
-                o,
-                if out.add {
-                    _mm512_add_ps(_mm512_loadu_ps(o), v)
-                } else {
-                    v
-                },
-            );
-        }
+        unsafe { put(o.add(m * out.ld), v, out.add) };
     }
 }

@@ -7,6 +7,7 @@
 //! | `matmul.rs` | quantised weights x int8 |
 //! | `quantise.rs` | quantisation |
 //! | `float.rs` | f32, f16, bf16 weights x f32 |
+//! | `attend.rs` | attention over pages |
 //!
 //! One instruction multiplies and adds 64 int8 pairs into 16 outputs, so two panels lie side by side in a vector. The f32 chain per
 //! output is that of the other tables, and so are the bits.
@@ -24,11 +25,13 @@
 )]
 
 #[cfg(target_arch = "x86_64")]
+mod attend;
+#[cfg(target_arch = "x86_64")]
 mod float;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
 #[cfg(target_arch = "x86_64")]
-mod load;
+pub mod load;
 #[cfg(target_arch = "x86_64")]
 mod matmul;
 #[cfg(target_arch = "x86_64")]
@@ -36,6 +39,10 @@ mod quantise;
 
 use super::avx2;
 use super::kernels::Kernels;
+#[cfg(target_arch = "x86_64")]
+pub use lanes::put;
+#[cfg(target_arch = "x86_64")]
+pub use matmul::matmul;
 
 /// Has this CPU the instructions?
 #[cfg(target_arch = "x86_64")]
@@ -59,6 +66,7 @@ pub const KERNELS: Kernels = Kernels {
     quantise8: quantise::quantise8,
     matmul_int8: matmul::matmul,
     matmul_float: float::matmul,
+    attend: attend::attend,
     ..avx2::KERNELS
 };
 

@@ -54,7 +54,7 @@ fn matmuls_of_all_tables_have_the_same_bits_at_any_batch_size() {
                 let start = r.values(most * w.panels() * LANES, 1.0);
                 let ld = w.panels() * LANES;
                 let reference = multiply(&scalar::KERNELS, &w, &x, most, Some(&start), 1);
-                for rows in [1, 2, 3, 4, 5, 11, 12, 13, 16, 40] {
+                for rows in [1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 31, 40] {
                     for parts in [1, 3] {
                         let got = multiply(&t, &w, &x[..rows * k], rows, Some(&start[..rows * ld]), parts);
                         assert_eq!(
