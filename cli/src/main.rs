@@ -4,6 +4,7 @@ mod bench;
 mod claims;
 mod console;
 mod manifest;
+mod plan;
 mod up;
 
 use std::process::ExitCode;
@@ -28,6 +29,8 @@ enum Command {
     Status(up::StatusArgs),
     /// Drop the prefix caches of what `tandem up` runs
     Flush(up::FlushArgs),
+    /// Say what a change of a PDDeployment does, step by step, before it is made
+    Plan(plan::PlanArgs),
     /// Load a server and measure it
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
             Command::Down(args) => up::down(args).await,
             Command::Status(args) => up::status(args).await,
             Command::Flush(args) => up::flush(args).await,
+            Command::Plan(args) => plan::plan(&args),
             Command::Bench(command) => bench::run(command).await,
         }
     });

@@ -61,6 +61,7 @@ fn every_flag_that_the_documents_name_exists() {
         help("tandem-engine", &[]),
         help("tandem-router", &[]),
         help("tandem", &["up"]),
+        help("tandem", &["plan"]),
         help("tandem", &["bench", "chat"]),
     ]
     .concat();

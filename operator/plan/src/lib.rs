@@ -10,6 +10,7 @@
 //! | `moves` | one role's pods from old revisions to the one that is wanted, within the GPU budget |
 //! | `gates` | what has to hold before a change counts as good |
 //! | `conditions` | what people are told |
+//! | [`rehearsal`] | a change played through in a world without a fault, as text |
 
 mod conditions;
 mod gates;
@@ -17,6 +18,7 @@ mod hash;
 pub mod intents;
 mod machine;
 mod moves;
+pub mod rehearsal;
 pub mod revision;
 pub mod world;
 

@@ -16,7 +16,7 @@ use crate::gates::{self, Verdict, later};
 use crate::intents::{Plan, ProbeOrder, Traffic};
 use crate::moves::{Desired, has_outage};
 use crate::revision::{Revision, restarted_by, target_of};
-use crate::world::Input;
+use crate::world::{Input, Workload};
 
 const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
 /// Looked at again no sooner than this, in seconds.
@@ -243,12 +243,16 @@ impl<'a> Machine<'a> {
                 return Step::Apply;
             }
         }
+        let is_foreign = |workload: &Workload| workload.contract != goal.contract;
         for role in ENGINES {
             self.knobs.insert(role, goal.id.clone());
             let moving = self.desired.move_engines(goal, role, budget);
             let scaled = from.is_none_or(|from| from.replicas(role) != goal.replicas(role));
+            // Decode never goes to another contract than that of a ready prefill, whatever brought prefill there.
+            let leads = role == Role::Prefill && world.old(Role::Decode, goal.hash(Role::Decode)).any(is_foreign);
+            let waits = changes.contains(&role) || rollout.restarts.contains(&role) || scaled || leads;
             let (ready, wanted) = (world.ready(role, goal.hash(role)), goal.replicas(role));
-            if moving || ((changes.contains(&role) || scaled) && ready < wanted) {
+            if moving || (waits && ready < wanted) {
                 self.waiting = format!(
                     "{ready} of {wanted} {} pods of {} are ready",
                     role.field(),
@@ -385,7 +389,7 @@ impl<'a> Machine<'a> {
     /// Whether nothing was moved to the goal yet.
     fn is_untouched(&self, goal: &Revision) -> bool {
         let changes = goal.restarts(self.running());
-        let moved = |workload: &crate::world::Workload| {
+        let moved = |workload: &Workload| {
             changes.contains(&workload.role) && goal.hash(workload.role) == workload.revision && workload.replicas > 0
         };
         !self.input.world.workloads.iter().any(moved)

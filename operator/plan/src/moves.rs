@@ -190,8 +190,12 @@ impl<'a> Desired<'a> {
             .sum()
     }
 
-    /// GPUs that the workloads ask for, and those of pods that are still there.
+    /// GPUs that the workloads ask for, or asked for when last seen, and those of pods that are still there.
     fn held(&self) -> i32 {
+        let seen = |workload: &Workload| {
+            let is_it = |other: &&Workload| other.role == workload.role && other.revision == workload.revision;
+            self.world.workloads.iter().find(is_it).map_or(0, |seen| seen.replicas)
+        };
         let of = |workload: &Workload| {
             let mut alive = 0;
             let mut terminating = 0;
@@ -200,7 +204,7 @@ impl<'a> Desired<'a> {
                     *(if pod.terminating { &mut terminating } else { &mut alive }) += 1;
                 }
             }
-            workload.gpus * (workload.replicas.max(alive) + terminating)
+            workload.gpus * (workload.replicas.max(seen(workload)).max(alive) + terminating)
         };
         let orphan = |pod: &&Pod| {
             let of_pod = |(workload, _): &(Workload, _)| workload.role == pod.role && workload.revision == pod.revision;

@@ -1,6 +1,7 @@
 //! Random worlds: edits, crashes between any two writes, dying pods, lost nodes, a clock that jumps.
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use tandem_crds::Role;
 use tandem_crds::status::Direction;
 
@@ -130,12 +131,16 @@ fn happen(sim: &mut Sim, event: &Happens) {
     sim.hold();
 }
 
-/// So many worlds; more by `PROPTEST_CASES`.
+/// The same worlds each time; more by `PROPTEST_CASES`, others by `PROPTEST_RNG_SEED`.
 fn config() -> ProptestConfig {
+    let given = ProptestConfig::default();
     ProptestConfig {
         failure_persistence: None,
-        max_shrink_iters: 4000,
-        ..ProptestConfig::default()
+        rng_seed: match given.rng_seed {
+            RngSeed::Random => RngSeed::Fixed(1),
+            fixed @ RngSeed::Fixed(_) => fixed,
+        },
+        ..given
     }
 }
 
@@ -193,7 +198,7 @@ proptest! {
             for writes in deaths {
                 sim.reconcile(*writes);
             }
-            let rests = sim.rest(400);
+            let rests = sim.rest(3_000);
             let moves: Vec<String> = sim.writes[from..].iter().filter(|write| write.starts_with("scale")).cloned().collect();
             (rests, moves, sim.status.revisions.clone(), sim.wrong)
         };
