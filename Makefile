@@ -24,7 +24,7 @@ model: ## fetch the demo's model into .demo/models
 build: ## the binaries, into target/release
 	cargo build --release --workspace --locked --bins
 
-test: ## the whole suite: lints, unit, golden, process and client tests
+test: ## the whole suite: lints, unit, golden, process, control-plane and client tests
 	@python3 scripts/test.py
 
 test-long: ## what takes longer: soaks, numerics, a public load generator

@@ -3,10 +3,12 @@
 usage: python3 scripts/test.py [--long]
 
 `--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator), in place
-of it. Under CI=true a skipped test is a failure. The closing line is also written to target/test-summary, for .ci/run.
+of it. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is a
+failure. The closing line is also written to target/test-summary, for .ci/run.
 """
 
 import argparse
+import collections.abc
 import dataclasses
 import os
 import pathlib
@@ -16,6 +18,8 @@ import subprocess
 import sys
 import threading
 import time
+
+import kube
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SUMMARY = ROOT / "target" / "test-summary"
@@ -28,6 +32,13 @@ class Tier:
     command: list[str]
     limit_minutes: int
     counts: bool = True  # whether the output holds test counts
+    lacks: collections.abc.Callable[[], str | None] = lambda: None  # what this machine lacks for it
+
+
+def lacks_control_plane() -> str | None:
+    if os.geteuid() != 0:
+        return "a network namespace of its own needs root"
+    return kube.lacking()
 
 
 # One build of everything comes first: the tests start the very binaries that are shipped.
@@ -44,6 +55,8 @@ EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
     Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
     Tier("process", [*CARGO_TEST, "--test", "process", *ALONE], 30),
+    Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane),
+    Tier("control plane", [*CARGO_TEST, "--test", "control"], 20, lacks=lacks_control_plane),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
 ]
 LONG = [
@@ -90,6 +103,9 @@ class Counts:
 def run(tier: Tier, env: dict[str, str]) -> Counts:
     """Runs one tier with its output shown. Whatever makes it end badly without a failed test counts as one."""
     print(f"\n==> {tier.name}: {' '.join(tier.command)}", flush=True)
+    if reason := tier.lacks():
+        print(f"{tier.name}: skipped: {reason}", flush=True)
+        return judged(tier, Counts(skipped=1) if tier.counts else Counts())
     counts = Counts()
     process = subprocess.Popen(
         tier.command, cwd=ROOT, env=env, text=True, errors="replace", bufsize=1, start_new_session=True,
@@ -117,6 +133,11 @@ def run(tier: Tier, env: dict[str, str]) -> Counts:
     if tier.counts and code == 0 and counts.passed == 0:
         print(f"{tier.name}: no test ran; counted as one failure", flush=True)
         counts.failed = 1
+    return judged(tier, counts)
+
+
+def judged(tier: Tier, counts: Counts) -> Counts:
+    """What was skipped is a failure under CI=true."""
     if CI and counts.skipped:
         print(f"{tier.name}: {counts.skipped} skipped, which is a failure under CI=true", flush=True)
         counts.failed += counts.skipped

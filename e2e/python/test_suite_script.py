@@ -10,6 +10,7 @@ from conftest import ROOT
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("suite", ROOT / "scripts" / "test.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "suite", module)
@@ -52,6 +53,15 @@ def test_a_skipped_test_is_a_failure_under_ci(suite, monkeypatch: pytest.MonkeyP
     assert run(suite, script) == suite.Counts(passed=4, skipped=2)
     monkeypatch.setattr(suite, "CI", True)
     assert run(suite, script) == suite.Counts(passed=4, failed=2)
+
+
+def test_a_tier_that_cannot_run_here_is_skipped_by_name_and_a_failure_under_ci(suite, monkeypatch, capsys):
+    script, lacks = "echo '4 passed in 1.0s'", lambda: "no such thing"
+    assert run(suite, script, lacks=lacks) == suite.Counts(skipped=1)
+    assert "t: skipped: no such thing" in capsys.readouterr().out
+    assert run(suite, script, lacks=lacks, counts=False) == suite.Counts()
+    monkeypatch.setattr(suite, "CI", True)
+    assert run(suite, script, lacks=lacks) == suite.Counts(failed=1)
 
 
 def test_a_tier_that_hangs_is_killed_with_its_children_and_fails(suite, monkeypatch: pytest.MonkeyPatch):

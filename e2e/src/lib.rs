@@ -6,6 +6,7 @@
 //! | [`stack`] | an engine and a router, started with short timers on free ports and waited for |
 //! | [`client`] | `Generate` against an engine, and requests to the router |
 //! | [`relay`] | a TCP relay that counts by the kernel's own counters, stops after so many bytes, or is cut |
+//! | [`cluster`] | a Kubernetes control plane with scripted nodes |
 //! | [`probe`] | what `/metrics`, `WatchLoad` and `/proc` say |
 //!
 //! The timers are the product's own, set short by flags. Nothing here replaces a part of the product.
@@ -14,6 +15,7 @@
 #![expect(clippy::missing_panics_doc, reason = "the same")]
 
 pub mod client;
+pub mod cluster;
 pub mod probe;
 pub mod process;
 pub mod relay;

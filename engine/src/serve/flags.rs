@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Parser, ValueEnum};
+use clap::{ArgAction, Parser, ValueEnum};
 use tandem_telemetry::{LogFormat, TraceFlags};
 
 use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
@@ -85,8 +85,8 @@ pub struct Flags {
     /// The token budget of one step [default: a chunk and a token for each sequence]
     #[arg(long, value_name = "N", value_parser = count(2, MAX_STEP_TOKENS))]
     pub step_tokens: Option<u32>,
-    /// Neither keep nor match prefixes
-    #[arg(long)]
+    /// Neither keep nor match prefixes [without a value: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, action = ArgAction::Set)]
     pub no_prefix_cache: bool,
     /// The most prefills that wait for a place
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536))]
@@ -249,6 +249,20 @@ mod tests {
         let options = flags.load_options();
         assert_eq!((options.kv, options.page_tokens), (KvBudget::Mib(512), 16));
         assert_eq!((options.max_step_tokens, options.max_step_seqs), (512, 32));
+    }
+
+    #[test]
+    fn the_prefix_cache_can_be_switched_by_a_value_too() {
+        for (given, off) in [
+            (vec![], false),
+            (vec!["--no-prefix-cache"], true),
+            (vec!["--no-prefix-cache=true"], true),
+            (vec!["--no-prefix-cache=false"], false),
+        ] {
+            assert_eq!(parse(&given).unwrap().no_prefix_cache, off, "{given:?}");
+        }
+        // the next argument is not its value
+        assert!(parse(&["--no-prefix-cache", "false"]).is_err());
     }
 
     #[test]

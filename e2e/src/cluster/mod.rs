@@ -1,0 +1,179 @@
+//! A real Kubernetes control plane for tests: etcd, API server, controller manager and scheduler. Only the kubelet is scripted.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`network`] | the network namespace in which all of it lives |
+//! | [`pki`] | certificates, users and their kubeconfigs |
+//! | [`servers`] | the server processes and their flags; who ends them when the test is killed |
+//! | [`api`] | a client of the API server |
+//! | [`audit`] | what the API server was asked, by whom |
+//! | [`kubelet`] | nodes, and the scripts by which pods come and go |
+//!
+//! A test program shares one cluster: its tests run side by side in Kubernetes namespaces of their own. It starts with the first
+//! test that wants it, and ends with the process, however that ends.
+
+pub mod api;
+pub mod audit;
+pub mod kubelet;
+pub mod network;
+pub mod pki;
+pub mod servers;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use k8s_openapi::api::rbac::v1::RoleBinding;
+use reqwest::Method;
+use serde_json::json;
+
+use api::{Api, Client};
+use audit::Audit;
+use kubelet::Kubelet;
+use network::Network;
+use pki::User;
+use servers::Servers;
+
+/// How long anything of the control plane may take on a machine that is busy with other things.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A running control plane.
+#[derive(Debug)]
+pub struct Cluster {
+    network: Network,
+    servers: Servers,
+    kubelet: Kubelet,
+    admin: String,
+}
+
+impl Cluster {
+    /// Builds the servers where they are not built yet, and starts them.
+    fn start() -> Self {
+        let binary = binary();
+        let network = Network::new();
+        let servers = Servers::start(&binary, &network);
+        let proxy = |user| network.enter(|| servers.proxy(&servers.kubeconfig(user)));
+        let kubelet = Kubelet::start(&network, &proxy(User::Kubelet));
+        let admin = proxy(User::Admin);
+        Self {
+            network,
+            servers,
+            kubelet,
+            admin,
+        }
+    }
+
+    /// The nodes and the scripts of their pods.
+    pub fn kubelet(&self) -> &Kubelet {
+        &self.kubelet
+    }
+
+    /// What the API server was asked so far.
+    pub fn audit(&self) -> Audit {
+        Audit::new(&self.servers.audit_log())
+    }
+
+    /// A client that may do everything; of the runtime that it is made in.
+    pub fn admin(&self) -> Client {
+        Client::new(self.admin.clone())
+    }
+
+    /// A new Kubernetes namespace, named after its purpose.
+    pub async fn namespace(&self, purpose: &str) -> String {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("{purpose}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+        let namespace: Namespace = serde_json::from_value(json!({"metadata": {"name": name}})).expect("a namespace");
+        let made = Api::all(&self.admin()).create(&namespace).await;
+        made.expect("a namespace");
+        name
+    }
+
+    /// A service account with a ClusterRole in its namespace, and a client that acts as it.
+    pub async fn account(&self, namespace: &str, name: &str, role: &str) -> Client {
+        let admin = self.admin();
+        let meta = json!({"name": name, "namespace": namespace});
+        let account: ServiceAccount = serde_json::from_value(json!({"metadata": meta})).expect("an account");
+        let made = Api::namespaced(&admin, namespace).create(&account).await;
+        made.expect("an account");
+        let binding = json!({
+            "metadata": meta,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        });
+        let binding: RoleBinding = serde_json::from_value(binding).expect("a binding");
+        let made = Api::namespaced(&admin, namespace).create(&binding).await;
+        made.expect("a binding");
+        let kubeconfig = self.token(namespace, name).await;
+        Client::new(self.servers.proxy(&kubeconfig))
+    }
+
+    /// A kubeconfig that acts as a service account.
+    pub async fn token(&self, namespace: &str, account: &str) -> PathBuf {
+        let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
+        let request = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 24 * 3600}});
+        let answer = self.admin().call(Method::POST, &path, Some(&request)).await;
+        let answer = answer.expect("a token");
+        let token = answer["status"]["token"].as_str().expect("a token");
+        self.servers
+            .kubeconfig_for(&format!("{namespace}-{account}.kubeconfig"), token)
+    }
+
+    /// Where all files of the servers are.
+    pub fn dir(&self) -> &Path {
+        self.servers.dir()
+    }
+
+    /// Runs `kubectl` as admin with `stdin` as its input.
+    pub fn kubectl(&self, args: &[&str], stdin: &str) -> Output {
+        use std::io::Write;
+        let mut child = Command::new(self.servers.program("kubectl"))
+            .arg("--kubeconfig")
+            .arg(self.servers.kubeconfig(User::Admin))
+            // discovery is cached below it
+            .arg("--cache-dir")
+            .arg(self.servers.dir().join("kubectl"))
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("kubectl starts");
+        let mut input = child.stdin.take().expect("a pipe");
+        let text = stdin.to_owned();
+        // A child that does not read its input closes it; its exit status tells.
+        let writer = std::thread::spawn(move || drop(input.write_all(text.as_bytes())));
+        let output = child.wait_with_output().expect("kubectl ends");
+        writer.join().expect("the writer");
+        output
+    }
+}
+
+/// Runs a test in the network of the shared cluster.
+///
+/// # Panics
+/// Where the cluster does not start, and where the test does.
+pub fn test(body: impl AsyncFnOnce(&'static Cluster) + Send) {
+    static SHARED: LazyLock<Cluster> = LazyLock::new(Cluster::start);
+    let cluster = &*SHARED;
+    cluster.network.enter(|| {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime")
+            .block_on(body(cluster));
+    });
+}
+
+/// The servers' binary; builds it where it is not there yet.
+fn binary() -> PathBuf {
+    let output = Command::new("python3")
+        .arg(crate::root().join("scripts/kube.py"))
+        .stderr(Stdio::inherit())
+        .output()
+        .expect("python3 starts");
+    assert!(output.status.success(), "scripts/kube.py: {}", output.status);
+    PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
+}
