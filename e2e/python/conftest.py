@@ -106,5 +106,5 @@ def stack(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def client(stack: Stack):
     # No retries: a first try that fails is a failure.
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0, timeout=600) as client:
         yield client

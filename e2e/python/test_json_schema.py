@@ -94,7 +94,7 @@ def test_a_json_object_is_one(client: openai.OpenAI):
         messages=[{"role": "user", "content": "Describe Paris as a short JSON object."}],
         response_format={"type": "json_object"},
         temperature=0,
-        max_tokens=300,
+        max_tokens=64,
     )
     text = answer.choices[0].message.content
     # The model may go on until its length is over, but it begins nothing else.

@@ -10,7 +10,7 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def question(country: str) -> list[dict]:
-    return [SYSTEM, {"role": "user", "content": f"What is the capital of {country}?"}]
+    return [SYSTEM, {"role": "user", "content": f"Name the capital of {country}."}]
 
 
 QUESTION = question("France")
