@@ -168,6 +168,16 @@ fn what_no_answer_can_be_held_to_is_refused_with_the_reason() {
         (r#"{"type": "string", "minLength": 5, "maxLength": 2}"#, "nsatisfiable"),
         (r#"{"$ref": "http://localhost/other.json"}"#, "ref"),
         (r#"{"type": "string", "pattern": "(?=x)a"}"#, "x"),
+        (r#"{"type": "integer", "multipleOf": 99999989}"#, "is 99999989"),
+        (r#"{"type": "number", "multipleOf": 1234.5}"#, "is 12345 "),
+        (
+            r#"{"type": "number", "multipleOf": 9.9999999e-9}"#,
+            "without its decimal point",
+        ),
+        (
+            r#"{"items": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}"#,
+            "is 99400891",
+        ),
     ] {
         match vocabulary.compile(schema) {
             Ok(_) => panic!("{schema} was taken"),
@@ -187,6 +197,24 @@ fn what_no_answer_can_be_held_to_is_refused_with_the_reason() {
             .unwrap_err()
             .contains("9 tokens")
     );
+}
+
+#[test]
+fn multiples_that_are_taken_are_held_to() {
+    let vocabulary = vocabulary();
+    for multiple in ["7", "0.25", "100", "9973"] {
+        let schema = format!(r#"{{"type": "number", "minimum": -20000, "maximum": 20000, "multipleOf": {multiple}}}"#);
+        for seed in 0..5 {
+            let params = SampleParams {
+                temperature: 1.0,
+                seed,
+                ..SampleParams::GREEDY
+            };
+            let text = answer(&vocabulary, &schema, &params);
+            let times = text.parse::<f64>().unwrap() / multiple.parse::<f64>().unwrap();
+            assert!((times - times.round()).abs() < 1e-6, "{text} for {multiple}");
+        }
+    }
 }
 
 #[test]
