@@ -410,3 +410,16 @@ pub(super) fn pool(budget: KvBudget, page_tokens: u32, page_bytes: u64) -> Resul
     })?;
     Ok((pages, bytes))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_kv_bytes_than_64_bits_count_are_refused_by_flag() {
+        let budget = KvBudget::Pages(4_000_000);
+        let e = pool(budget, 1024, 1 << 43).unwrap_err().to_string();
+        assert!(e.contains("--kv-pages 4000000") && e.contains("64 bits"), "{e}");
+        assert_eq!(pool(budget, 1024, 1 << 42).unwrap(), (4_000_000, 4_000_000 << 42));
+    }
+}

@@ -36,6 +36,9 @@ mod vocabulary;
 mod weights;
 
 #[cfg(test)]
+#[path = "../../tests/it/real.rs"]
+mod real;
+#[cfg(test)]
 #[path = "../../tests/it/tiny.rs"]
 #[allow(dead_code, reason = "tests of the whole crate use more of it")]
 mod tiny;

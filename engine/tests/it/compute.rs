@@ -1,10 +1,9 @@
 //! The executor through its public face: what it refuses, and that a real model says something sensible.
 
-use std::path::PathBuf;
-
 use tandem_engine::exec::{Executor, Sample, SampleParams, Sampled, StepError, StepSeq};
 use tandem_engine::model::{KvBudget, LoadOptions, load};
 
+use crate::real::{CAPITAL, PARIS, real_model};
 use crate::tiny::{self, Kind, Shape};
 
 const GREEDY: SampleParams = SampleParams::GREEDY;
@@ -141,27 +140,6 @@ fn sampling_depends_on_seed_and_position_alone() {
     assert!(alone.iter().any(|t| *t != alone[0]), "temperature has no effect");
 }
 
-/// The real model, or `None` with a word of why; in CI it must be there.
-pub fn real_model() -> Option<PathBuf> {
-    let path = std::env::var_os("TANDEM_TEST_MODEL").map_or_else(
-        || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.demo/models/smollm2/model.gguf"),
-        PathBuf::from,
-    );
-    if path.is_file() {
-        return Some(path);
-    }
-    assert!(
-        std::env::var("CI").is_err(),
-        "{} is missing: run `make model`",
-        path.display()
-    );
-    eprintln!(
-        "skipped: {} is missing; run `make model` or set TANDEM_TEST_MODEL",
-        path.display()
-    );
-    None
-}
-
 /// Greedy continuation of `prompt`, the prompt in chunks of `chunk`.
 fn continue_greedily(m: &mut dyn Executor, prompt: &[u32], count: usize, chunk: usize) -> Vec<u32> {
     let pages: Vec<u32> = (0..32).rev().collect();
@@ -187,13 +165,6 @@ fn continue_greedily(m: &mut dyn Executor, prompt: &[u32], count: usize, chunk: 
 #[test]
 fn smollm2_knows_the_capital_of_france() {
     let Some(path) = real_model() else { return };
-    // system: You are a helpful assistant. user: What is the capital of France?
-    let prompt = [
-        1, 9690, 198, 2683, 359, 253, 5356, 11173, 30, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2,
-        198, 1, 520, 9531, 198,
-    ];
-    // The capital of France is Paris. <|im_end|>
-    let answer = [504, 3575, 282, 4649, 314, 7042, 30, 2];
     let mut options = LoadOptions {
         kv: KvBudget::Pages(64),
         ..LoadOptions::new(path)
@@ -205,8 +176,8 @@ fn smollm2_knows_the_capital_of_france() {
         assert_eq!(m.spec().layout.token_bytes(), 30 * 2 * 3 * 64 * 2);
         for chunk in [1, 5, 64] {
             assert_eq!(
-                continue_greedily(&mut *m, &prompt, 8, chunk),
-                answer,
+                continue_greedily(&mut *m, &CAPITAL, PARIS.len(), chunk),
+                PARIS,
                 "{threads} threads, chunks of {chunk}"
             );
         }

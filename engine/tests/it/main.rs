@@ -9,6 +9,7 @@ mod compute;
 mod dequantise;
 mod gguf;
 mod numerics;
+mod real;
 mod safetensors;
 mod sched;
 mod sched_places;

@@ -3,7 +3,7 @@
 
 use tandem_engine::model::{LoadOptions, Scorer};
 
-use crate::compute::real_model;
+use crate::real::real_model;
 
 /// The first tokens of bench/text.txt.
 const TEXT: &str = include_str!("../data/text-ids.txt");

@@ -226,6 +226,15 @@ fn gguf(name: &str) -> File {
 }
 
 #[test]
+fn models_as_saved_say_what_transformers_does() {
+    for (name, ranks) in MODELS {
+        for ranks in 1..=ranks {
+            compare(name, &folder(name), ranks);
+        }
+    }
+}
+
+#[test]
 fn converted_models_say_what_transformers_does() {
     let dir = tempfile::tempdir().unwrap();
     for (name, ranks) in MODELS {

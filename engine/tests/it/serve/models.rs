@@ -10,15 +10,20 @@ use tandem_engine::serve::NodeConfig;
 use tandem_wire::proto::finished::Cause;
 use tandem_wire::proto::{GenerateRequest, Sampling};
 
-use crate::compute::real_model;
+use crate::real::{CAPITAL, PARIS, real_model};
 use crate::support::fake::mix;
 use crate::support::node::{TestNode, config};
 use crate::support::sched::until_idle;
 use crate::tiny::{Kind, Shape, llama};
 
 fn executor(path: &Path) -> Box<dyn Executor> {
+    in_parts(path, 1)
+}
+
+fn in_parts(path: &Path, ranks: usize) -> Box<dyn Executor> {
     let options = LoadOptions {
         threads: 2,
+        tensor_parallel: ranks,
         kv: KvBudget::Pages(300),
         ..LoadOptions::new(path)
     };
@@ -53,9 +58,23 @@ fn mixed(i: u64) -> (Vec<u32>, u32, Sampling) {
 
 #[tokio::test]
 async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
+    answers_depend_on_nothing_else(Shape::SMALL, 1).await;
+}
+
+#[tokio::test]
+async fn nor_does_it_where_two_ranks_share_the_model() {
+    let shape = Shape {
+        inner: 128,
+        ..Shape::SMALL
+    };
+    answers_depend_on_nothing_else(shape, 2).await;
+}
+
+/// What one engine answers alone, and what prefill and decode, in `ranks` parts each, make of the same requests together.
+async fn answers_depend_on_nothing_else(shape: Shape, ranks: usize) {
     let dir = tempfile::tempdir().unwrap();
-    let path = llama(Shape::SMALL, Kind::Q4_1, Kind::Q8_0, 11).write(dir.path());
-    let solo = TestNode::start(executor(&path), config(Role::Unified)).await;
+    let path = llama(shape, Kind::Q4_1, Kind::Q8_0, 11).write(dir.path());
+    let solo = TestNode::start(in_parts(&path, ranks), config(Role::Unified)).await;
     let mut expected = Vec::new();
     for i in 0..32 {
         let (tokens, new, sampling) = mixed(i);
@@ -69,8 +88,8 @@ async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
     }
     solo.close().await;
 
-    let prefill = Arc::new(TestNode::start(executor(&path), cut(Role::Prefill)).await);
-    let decode = Arc::new(TestNode::start(executor(&path), cut(Role::Decode)).await);
+    let prefill = Arc::new(TestNode::start(in_parts(&path, ranks), cut(Role::Prefill)).await);
+    let decode = Arc::new(TestNode::start(in_parts(&path, ranks), cut(Role::Decode)).await);
     let mut tasks = Vec::new();
     for (i, expected) in (0..32_u64).zip(expected) {
         let (tokens, new, sampling) = mixed(i);
@@ -96,27 +115,21 @@ async fn a_computed_answer_does_not_depend_on_neighbours_aborts_or_hand_offs() {
 #[tokio::test]
 async fn smollm2_answers_the_same_from_one_engine_and_from_two() {
     let Some(path) = real_model() else { return };
-    // system: You are a helpful assistant. user: What is the capital of France?
-    let prompt = [
-        1, 9690, 198, 2683, 359, 253, 5356, 11173, 30, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2,
-        198, 1, 520, 9531, 198,
-    ];
-    // The capital of France is Paris.
-    let answer = [504, 3575, 282, 4649, 314, 7042, 30];
+    let answer = &PARIS[..PARIS.len() - 1];
     let prefill = TestNode::start(executor(&path), config(Role::Prefill)).await;
     let decode = TestNode::start(executor(&path), config(Role::Decode)).await;
     for pulled in [true, false] {
         let request = GenerateRequest {
             prefill: pulled.then(|| prefill.peer()),
             ignore_eos: false,
-            ..decode.request(&prompt, 20)
+            ..decode.request(&CAPITAL, 20)
         };
         let got = decode.ask(request).await.unwrap();
-        assert_eq!((&got.tokens[..], got.cause), (&answer[..], Some(Cause::Stop)));
+        assert_eq!((&got.tokens[..], got.cause), (answer, Some(Cause::Stop)));
         let usage = got.usage;
         assert_eq!(
             (usage.moved_tokens, usage.computed_tokens),
-            if pulled { (27, 0) } else { (0, 11) }
+            if pulled { (26, 0) } else { (0, 10) }
         );
         assert_eq!(usage.moved_bytes, u64::from(usage.moved_tokens) * 23_040);
     }
