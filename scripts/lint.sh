@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 cargo fmt --all --check
+(cd fuzz && cargo fmt --check)
 # The same profile as the build, so that nothing is compiled for the lints alone but the workspace's own metadata.
 cargo clippy --release --workspace --all-targets --locked -- -D warnings
 scripts/venv.sh scripts/requirements-lint.txt

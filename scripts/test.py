@@ -2,9 +2,9 @@
 
 usage: python3 scripts/test.py [--long]
 
-`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator), in place
-of it. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is a
-failure. The closing line is also written to target/test-summary, for .ci/run.
+`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator, fuzzing), in
+place of it. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is
+a failure. The closing line is also written to target/test-summary, for .ci/run.
 """
 
 import argparse
@@ -64,6 +64,8 @@ LONG = [
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
+    # 10 minutes a reader, and a build with coverage counters before them
+    Tier("fuzz", ["scripts/fuzz.sh", "all", "600"], 60 + 10 * len(list((ROOT / "fuzz" / "targets").iterdir())), counts=False),
 ]
 
 CARGO = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored;")

@@ -3,6 +3,8 @@
 mod bench;
 mod claims;
 mod console;
+#[cfg(test)]
+mod corpus;
 mod manifest;
 mod plan;
 mod up;

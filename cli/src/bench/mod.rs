@@ -14,7 +14,7 @@ mod client;
 mod engine;
 mod prompt;
 mod report;
-mod sse;
+pub mod sse;
 
 use std::process::ExitCode;
 

@@ -14,7 +14,8 @@ use tandem_wire::{Failure, Reason, Source};
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::body::{self, Chunks};
+use super::body;
+use super::chunks::Chunks;
 use super::inbox::Arrived;
 use super::source::{HandOff, Held, Shared};
 use crate::exec::KvRun;

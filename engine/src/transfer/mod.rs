@@ -11,6 +11,7 @@
 //! | `control` | prefill: the control stream, from Open to the last word |
 //! | `data` | the data stream: KV bytes, frame by frame |
 //! | `body` | the data stream's gRPC framing, without the codec's copies |
+//! | `chunks` | decode: the data stream's messages, out of pieces of any size |
 //! | `cell` | one side's state of one attempt; whoever wins a transition runs its effects |
 //! | `registry` | live attempts and tombstones |
 //! | `watchdog` | ends what stands still, on its own thread |
@@ -20,6 +21,7 @@
 mod attempt;
 mod body;
 mod cell;
+mod chunks;
 mod control;
 mod data;
 mod inbox;
@@ -32,6 +34,7 @@ mod timers;
 mod wait;
 mod watchdog;
 
+pub use chunks::Chunks;
 pub use metrics::TransferMetrics;
 pub use peers::HTTP2_FRAME_BYTES;
 pub use pull::{Phase, PullRequest, Pulled, Puller, PullerConfig};

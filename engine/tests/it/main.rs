@@ -6,6 +6,7 @@
 )]
 
 mod compute;
+mod corpus;
 mod dequantise;
 mod gguf;
 mod numerics;

@@ -44,7 +44,7 @@ impl Metadata {
         };
         let file = File::open(path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
-        Self::parse(BufReader::with_capacity(1 << 20, file), length).map_err(|reason| TextError::Malformed {
+        Self::parse(BufReader::with_capacity(64 << 10, file), length).map_err(|reason| TextError::Malformed {
             path: path.to_owned(),
             reason,
         })

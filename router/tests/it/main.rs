@@ -6,5 +6,6 @@
     reason = "clippy.toml allows them in tests, which leaves out the helpers of integration tests"
 )]
 
+mod corpus;
 mod serve;
 mod text;

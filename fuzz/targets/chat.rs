@@ -1,0 +1,3 @@
+#![no_main]
+
+tandem_fuzz::target!(chat);
