@@ -2,7 +2,9 @@
 //! each runs under libFuzzer and under an allocator that counts.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::backtrace::Backtrace;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, Once, PoisonError};
 
 /// The command is no library: its readers are taken from where they lie, under the names that they have there.
 #[path = "../../cli/src/manifest.rs"]
@@ -23,6 +25,8 @@ struct Counting;
 static HELD: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
+static HOOK: Once = Once::new();
+static PANIC: Mutex<String> = Mutex::new(String::new());
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -31,9 +35,11 @@ fn grow(bytes: usize) {
     let held = HELD.fetch_add(bytes, Relaxed) + bytes;
     PEAK.fetch_max(held, Relaxed);
     if held > LIMIT.load(Relaxed) {
-        // the panic allocates too
+        // telling it allocates too; an allocator must not unwind
         LIMIT.store(usize::MAX, Relaxed);
-        panic!("an allocation of {bytes} bytes makes the read hold more than it may");
+        let place = Backtrace::force_capture();
+        eprintln!("an allocation of {bytes} bytes makes the read hold more than it may\n{place}");
+        std::process::abort();
     }
 }
 
@@ -58,16 +64,29 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Reads `data`, and panics when the read holds more than [`BASE_BYTES`] and `factor` times the input at any moment. Says when one came
+/// Reads `data`, and ends the process when it panics or holds more than [`BASE_BYTES`] and `factor` times the input at any moment. Says when one came
 /// nearer to that than any before it.
 pub fn guarded(factor: usize, data: &[u8], read: fn(&[u8])) {
     static NEAREST: AtomicUsize = AtomicUsize::new(0);
     let before = HELD.load(Relaxed);
     let allowed = BASE_BYTES + factor * data.len();
     PEAK.store(before, Relaxed);
+    // a reader may take a library's panic as an error: only one that comes out here is a crash
+    HOOK.call_once(|| {
+        std::panic::set_hook(Box::new(|panic| {
+            // telling it allocates too
+            let limit = LIMIT.swap(usize::MAX, Relaxed);
+            *PANIC.lock().unwrap_or_else(PoisonError::into_inner) = panic.to_string();
+            LIMIT.store(limit, Relaxed);
+        }));
+    });
     LIMIT.store(before + allowed, Relaxed);
-    read(data);
+    let read = std::panic::catch_unwind(|| read(data));
     LIMIT.store(usize::MAX, Relaxed);
+    if read.is_err() {
+        eprintln!("{}", PANIC.lock().unwrap_or_else(PoisonError::into_inner));
+        std::process::abort();
+    }
 
     let held = PEAK.load(Relaxed) - before;
     let percent = 100 * held / allowed;

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
@@ -13,8 +14,8 @@ use super::vocab::VocabularyBuilder;
 /// Largest file read whole; the largest known `tokenizer.json` has some 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// The largest id that is taken: each below it costs memory. The largest known vocabularies have some 260 000.
-const MAX_ID: u32 = (1 << 24) - 1;
+/// Ids without a token, below the last one that has one: each costs memory, and a file of 200 bytes could ask for 80 MiB.
+const MAX_UNUSED_IDS: usize = 16 << 10;
 
 /// Reads `tokenizer.json` at `path`.
 pub(super) fn read(path: &Path) -> Result<Source, TextError> {
@@ -26,9 +27,7 @@ pub(super) fn read(path: &Path) -> Result<Source, TextError> {
         path: path.to_owned(),
         source: std::io::Error::from(std::io::ErrorKind::NotFound),
     })?;
-    let mut tokenizer: Tokenizer = text
-        .parse()
-        .map_err(|error| malformed(format!("not a tokenizer.json: {error}")))?;
+    let mut tokenizer = parse(&text).map_err(|why| malformed(format!("not a tokenizer.json: {why}")))?;
     // settings for training batches; left on, a long prompt would be cut off silently
     tokenizer
         .with_truncation(None)
@@ -41,11 +40,14 @@ pub(super) fn read(path: &Path) -> Result<Source, TextError> {
         .into_iter()
         .map(|(id, token)| (id, token.special))
         .collect();
-    let last = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
-    let ids = match last {
+    let tokens = tokenizer.get_vocab(true);
+    let used = tokens.len();
+    let ids = match tokens.into_iter().max_by_key(|(_, id)| *id) {
         None => 0,
-        Some((token, id)) if id > MAX_ID => {
-            return Err(malformed(format!("the id of {token:?} is {id}, above {MAX_ID}")));
+        Some((token, id)) if id as usize > used + MAX_UNUSED_IDS => {
+            return Err(malformed(format!(
+                "the id of {token:?} is {id}, far above the number of tokens, {used}"
+            )));
         }
         Some((_, id)) => id + 1,
     };
@@ -83,6 +85,15 @@ pub(super) fn read(path: &Path) -> Result<Source, TextError> {
         eos_ids,
         model_name: None,
     })
+}
+
+/// The library panics on some files instead of refusing them: where a decoder's JSON is broken, where a normalizer's data are.
+fn parse(text: &str) -> Result<Tokenizer, String> {
+    serde_json::from_str::<IgnoredAny>(text).map_err(|error| error.to_string())?;
+    match std::panic::catch_unwind(|| text.parse::<Tokenizer>()) {
+        Ok(parsed) => parsed.map_err(|error| error.to_string()),
+        Err(_) => Err("one of its parts holds what no such part can hold".to_owned()),
+    }
 }
 
 /// How a token's text stands for bytes.

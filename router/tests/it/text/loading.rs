@@ -72,7 +72,7 @@ fn a_vocabulary_that_contradicts_itself_is_used() {
 fn an_enormous_id_in_a_tokenizer_json_wraps_or_takes_all_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
-    for id in [u32::MAX, u32::MAX - 1, 1 << 24] {
+    for id in [u32::MAX, u32::MAX - 1, 1 << 24, 20_000] {
         let json = serde_json::json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
             "normalizer": null, "pre_tokenizer": null, "post_processor": null,
@@ -82,6 +82,27 @@ fn an_enormous_id_in_a_tokenizer_json_wraps_or_takes_all_memory() {
         std::fs::write(&path, json.to_string()).unwrap();
         let text = failure(&path);
         assert!(text.contains("\"far\"") && text.contains(&id.to_string()), "{text}");
+    }
+}
+
+#[test]
+fn a_broken_part_of_a_tokenizer_json_ends_the_router() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let whole = |normalizer: &str, decoder: &str| {
+        format!(
+            r#"{{"version": "1.0", "added_tokens": [], "normalizer": {normalizer}, "decoder": {decoder},
+                "model": {{"type": "BPE", "vocab": {{"a": 0}}, "merges": []}}}}"#
+        )
+    };
+    for (normalizer, decoder) in [
+        ("null", "{\"type\": \"Byte\u{1}Level\"}"),
+        ("null", r#"{"type": "Unknown"}"#),
+        (r#"{"type": "Precompiled", "precompiled_charsmap": "?"}"#, "null"),
+    ] {
+        std::fs::write(&path, whole(normalizer, decoder)).unwrap();
+        let text = failure(&path);
+        assert!(text.contains("not a tokenizer.json"), "{text}");
     }
 }
 
