@@ -93,8 +93,8 @@ pub fn free_port() -> u16 {
         .and_then(|low| low.parse().ok())
         .unwrap_or(32_768_u32);
     let width = ephemeral.saturating_sub(LOWEST).max(1000);
-    // Two test binaries at once begin at different places.
-    let start = std::process::id() % width;
+    // Two test binaries at once begin at places far from each other, though one's process id follows the other's.
+    let start = std::process::id().wrapping_mul(997) % width;
     loop {
         let step = NEXT.fetch_add(1, Ordering::Relaxed);
         assert!(step < width, "no free port between {LOWEST} and {}", LOWEST + width);
