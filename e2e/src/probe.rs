@@ -7,7 +7,7 @@ pub fn http() -> reqwest::Client {
     reqwest::Client::builder()
         .no_proxy()
         .pool_max_idle_per_host(0)
-        .timeout(Duration::from_mins(2))
+        .timeout(Duration::from_mins(10))
         .build()
         .expect("an HTTP client")
 }
