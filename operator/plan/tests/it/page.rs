@@ -31,7 +31,7 @@ fn the_page_shows_what_the_planner_does() {
         tell(
             Some(&example()),
             &edited(|spec| {
-                spec.decode.resources.requests = [("cpu".into(), tandem_crds::role::Quantity("2".into()))].into()
+                spec.decode.resources.requests = [("cpu".into(), tandem_crds::role::Quantity("2".into()))].into();
             }),
         ),
         tell(
