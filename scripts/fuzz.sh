@@ -16,7 +16,9 @@ pass="$pass -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-cove
 host=$(rustc -vV | sed -n 's/^host: //p')
 # with a target named, build scripts and macros stay without the counters
 bins=$(for target in $targets; do printf -- '--bin %s ' "$target"; done)
-(cd fuzz && RUSTFLAGS="$pass" cargo build --release --locked --target "$host" $bins)
+# the versions that are shipped
+cp Cargo.lock fuzz/Cargo.lock
+(cd fuzz && RUSTFLAGS="$pass" cargo build --release --target "$host" $bins)
 
 # readers of files write theirs here
 [ ! -d /dev/shm ] || export TMPDIR=/dev/shm
