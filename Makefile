@@ -27,7 +27,7 @@ build: ## the binaries, into target/release
 test: ## the whole suite: lints, unit, golden, process, control-plane and client tests
 	@python3 scripts/test.py
 
-test-long: ## what takes longer: soaks, numerics, a public load generator
+test-long: ## what takes longer: soaks, numerics, a public load generator, fuzzing
 	@python3 scripts/test.py --long
 
 lint: ## format, clippy, licences and sources of dependencies
