@@ -76,6 +76,9 @@ pub struct Config {
     /// The token of /admin/* and of the engines' admin ports. Read again when it changes.
     #[arg(long, value_name = "FILE", requires = "admin_listen")]
     pub admin_token_file: Option<PathBuf>,
+    /// Threads that serve, each with its own connection to each engine [default: as many as there are cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1_024))]
+    pub threads: Option<u16>,
     /// Where health and metrics are served.
     #[arg(long, default_value = "127.0.0.1:8001")]
     pub ops_listen: SocketAddr,
@@ -142,6 +145,12 @@ pub struct Config {
 }
 
 impl Config {
+    /// `--threads`.
+    pub fn threads(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        self.threads.map_or_else(cores, usize::from)
+    }
+
     /// `--queue-ms`.
     pub fn queue(&self) -> Duration {
         Duration::from_millis(self.queue_ms)

@@ -11,6 +11,7 @@
 //! | [`admin`] | the port for those who run it |
 //! | [`error`] | the one error and what it means |
 //! | [`metrics`] | what is counted |
+//! | [`shards`] | the threads that serve |
 //!
 //! A request is a tree: the client's connection holds the answer's body, the body holds the choice, the choice holds the gRPC
 //! call to decode. Dropping any of them drops all below.
@@ -24,6 +25,7 @@ pub mod evidence;
 pub mod flow;
 pub mod http;
 pub mod metrics;
+pub mod shards;
 pub mod text;
 
 use std::net::SocketAddr;
@@ -45,6 +47,7 @@ use flow::{Flow, Queue};
 use http::App;
 use http::body::Budget;
 use http::probe::Probe;
+use shards::Shards;
 use text::{Text, TextError, ToolFormat};
 
 /// Why a router did not start.
@@ -69,9 +72,12 @@ pub enum StartError {
     /// The tokenizer cannot be loaded.
     #[error("--tokenizer: {0}")]
     Text(#[from] TextError),
-    /// A thread failed.
+    /// The thread that loads it failed.
     #[error("loading the tokenizer failed: {0}")]
-    Thread(String),
+    Loading(String),
+    /// A serving thread cannot be started.
+    #[error("cannot start the threads that serve: {0}; give fewer by --threads")]
+    Threads(std::io::Error),
 }
 
 /// A router that serves. Dropping it ends everything at once; [`Router::drain`] lets what runs finish.
@@ -103,13 +109,14 @@ impl Router {
         let tokenizer = config.tokenizer.clone();
         let text = tokio::task::spawn_blocking(move || Text::load(&tokenizer))
             .await
-            .map_err(|error| StartError::Thread(error.to_string()))??;
+            .map_err(|error| StartError::Loading(error.to_string()))??;
         let format = config.tool_parser.format(text.tool_format());
         let text = Arc::new(text.with_tool_format(format));
         let evidence = Arc::new(Registry::default());
         let metrics = metrics::Metrics::register(&exposition, &evidence);
+        let shards = Shards::start(config.threads()).map_err(StartError::Threads)?;
         let flow = Arc::new(Flow {
-            engines: Engines::start(&config, &metrics),
+            engines: Engines::start(&config, &metrics, &shards),
             queue: Queue::new(config.queue_limit),
             text: Arc::clone(&text),
             metrics: Arc::clone(&metrics),
@@ -133,7 +140,8 @@ impl Router {
         });
         let stop = CancellationToken::new();
         let tls = locks.tls.is_some();
-        let server = tokio::spawn(http::server::serve(listener, locks.tls, Arc::clone(&app), stop.clone()));
+        let server = http::server::serve(listener, locks.tls, Arc::clone(&app), shards, stop.clone());
+        let server = tokio::spawn(server);
         let admin = admin
             .zip(locks.token)
             .map(|((listener, addr), token)| admin::Port::open(listener, addr, token, Arc::clone(&app)));

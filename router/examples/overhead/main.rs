@@ -1,7 +1,8 @@
 //! What a request and a token cost in the router: CPU time of the binary, in front of engines that cost nothing, beside other routers.
 //!
 //! ```text
-//! overhead --tokenizer MODEL.gguf [--rounds 5] [--seconds 2] [--vllm-router PROGRAM] [--smg PROGRAM]
+//! overhead --tokenizer MODEL.gguf [--rounds 5] [--seconds 2] [--case NAME] [--clients N]
+//!          [--before PROGRAM] [--vllm-router PROGRAM] [--smg PROGRAM]
 //! ```
 //!
 //! The routers take turns within each round; each measurement is a line of JSON. Our router stands between gRPC engines (prefill
@@ -49,12 +50,27 @@ struct Args {
     /// Each measurement.
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
+    /// Only the cases whose name begins like this.
+    #[arg(long, default_value = "")]
+    case: String,
+    /// Only the cases with so many clients.
+    #[arg(long)]
+    clients: Option<usize>,
+    /// An earlier build of our router, to be compared with.
+    #[arg(long)]
+    before: Option<PathBuf>,
     /// vllm-router's program.
     #[arg(long)]
     vllm_router: Option<PathBuf>,
     /// The Shepherd Model Gateway's program.
     #[arg(long)]
     smg: Option<PathBuf>,
+}
+
+impl Args {
+    fn wants(&self, case: &Case) -> bool {
+        case.name.starts_with(&self.case) && self.clients.is_none_or(|clients| clients == case.clients)
+    }
 }
 
 const CASES: &[Case] = &[
@@ -105,14 +121,22 @@ fn main() {
     );
     let (chats, ids) = (Prompts::Chats(texts), Prompts::Ids(ids));
 
-    let mut contenders: Vec<Contender<'_>> = vec![
-        ("tandem", &ids, Box::new(|paced| Router::ours(&args.tokenizer, paced))),
-        (
-            "tandem, chat",
-            &chats,
-            Box::new(|paced| Router::ours(&args.tokenizer, paced)),
-        ),
-    ];
+    let ours = std::env::current_exe()
+        .unwrap()
+        .parent()
+        .unwrap()
+        .join("../tandem-router");
+    let mut contenders: Vec<Contender<'_>> = Vec::new();
+    for (program, [by_ids, by_chats]) in [
+        (Some(&ours), ["tandem", "tandem, chat"]),
+        (args.before.as_ref(), ["before", "before, chat"]),
+    ] {
+        let Some(program) = program else { continue };
+        for (name, prompts) in [(by_ids, &ids), (by_chats, &chats)] {
+            let start = |paced| Router::ours(program, &args.tokenizer, paced);
+            contenders.push((name, prompts, Box::new(start)));
+        }
+    }
     for (peer, program) in [(Peer::VllmRouter, &args.vllm_router), (Peer::Smg, &args.smg)] {
         if let Some(program) = program {
             contenders.push((
@@ -127,7 +151,7 @@ fn main() {
         for turn in 0..contenders.len() {
             let (name, prompts, start) = &contenders[(turn + round as usize) % contenders.len()];
             let (fast, paced) = (start(false), start(true));
-            for case in CASES {
+            for case in CASES.iter().filter(|case| args.wants(case)) {
                 let router = if case.paced { &paced } else { &fast };
                 let measured = load::measure(router, case, prompts, Duration::from_secs_f64(args.seconds));
                 println!(

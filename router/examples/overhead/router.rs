@@ -15,6 +15,8 @@ use crate::{ANSWER, TOKEN_MS};
 
 /// The model's name in every request.
 pub const MODEL: &str = "tiny";
+/// As often as an engine of ours reports its load.
+const LOAD_MS: u64 = 100;
 /// A router that starts is given this long.
 const START: Duration = Duration::from_mins(1);
 
@@ -61,14 +63,15 @@ impl Drop for Router {
 }
 
 impl Router {
-    /// Our router, from the folder above this program's own, before a prefill and a decode.
-    pub fn ours(tokenizer: &Path, paced: bool) -> Self {
+    /// Our router before a prefill and a decode.
+    pub fn ours(program: &Path, tokenizer: &Path, paced: bool) -> Self {
         let engines = [Role::Prefill, Role::Decode].map(|role| {
             let engine = Mock::start(Shape {
                 role,
                 max_running: 1_024,
                 max_length_tokens: 4_096,
                 remembers: false,
+                load_ms: LOAD_MS,
                 token_ms: if paced { TOKEN_MS } else { 0 },
                 ..Shape::default()
             });
@@ -79,11 +82,6 @@ impl Router {
             ]);
             engine
         });
-        let program = std::env::current_exe()
-            .unwrap()
-            .parent()
-            .unwrap()
-            .join("../tandem-router");
         let mut child = Command::new(program)
             .args(["--listen=127.0.0.1:0", "--ops-listen=127.0.0.1:0", "--log-format=json"])
             .arg(format!("--model-name={MODEL}"))
@@ -97,7 +95,7 @@ impl Router {
             .expect("our router; build it first");
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let (mut base, mut up) = (String::new(), 0);
-        while up < engines.len() {
+        while up < engines.len() || base.is_empty() {
             let line = lines
                 .next()
                 .expect("our router ended before its engines were up")

@@ -223,30 +223,35 @@ impl TextWork {
         check_choices(prompts.len(), template.n)?;
         let single = prompts.len() == 1;
         let bound = self.bound(limits, Endpoint::Completions);
-        let all = self
-            .run(template.spec.deadline, limits, move |text| {
-                let vocabulary = text.vocabulary().len();
-                prompts
-                    .into_iter()
-                    .enumerate()
-                    .map(|(at, prompt)| match prompt {
-                        Prompt::Text(prompt) => {
-                            bound(&prompt)?;
-                            Ok(text.encode_prompt(&prompt)?)
-                        }
-                        Prompt::Ids(ids) => {
-                            let field = if single {
-                                "prompt".to_owned()
-                            } else {
-                                format!("prompt[{at}]")
-                            };
-                            check_ids(&field, &ids, vocabulary)?;
-                            Ok(ids)
-                        }
-                    })
-                    .collect::<Result<Vec<_>, _>>()
-            })
-            .await?;
+        let texts = prompts.iter().any(|prompt| matches!(prompt, Prompt::Text(_)));
+        let encode = move |text: &Text| {
+            let vocabulary = text.vocabulary().len();
+            prompts
+                .into_iter()
+                .enumerate()
+                .map(|(at, prompt)| match prompt {
+                    Prompt::Text(prompt) => {
+                        bound(&prompt)?;
+                        Ok(text.encode_prompt(&prompt)?)
+                    }
+                    Prompt::Ids(ids) => {
+                        let field = if single {
+                            "prompt".to_owned()
+                        } else {
+                            format!("prompt[{at}]")
+                        };
+                        check_ids(&field, &ids, vocabulary)?;
+                        Ok(ids)
+                    }
+                })
+                .collect::<Result<Vec<_>, _>>()
+        };
+        // ids need no tokenizer, and to look at them takes less than to have read them
+        let all = if texts {
+            self.run(template.spec.deadline, limits, encode).await?
+        } else {
+            encode(&self.text)?
+        };
         let specs = all
             .into_iter()
             .map(|ids| template.clone().spec(ids, limits))

@@ -2,12 +2,14 @@
 //!
 //! | room | purpose |
 //! | --- | --- |
+//! | [`channel`] | HTTP/2 to one engine |
 //! | [`worker`] | keeps one connection to one engine: dials, asks who it is, watches its load |
 //! | [`session`] | one incarnation of an engine as this router knows it, with the guard of a request that is at it |
 //! | [`breaker`] | keeps requests from an engine that answers but fails |
 //! | [`select`] | the choice of a pair: pure |
 
 pub mod breaker;
+pub mod channel;
 pub mod select;
 pub mod session;
 pub mod worker;
@@ -24,6 +26,7 @@ pub use worker::{Link, Worker};
 
 use crate::config::{Config, Policy};
 use crate::metrics::Metrics;
+use crate::shards::Shards;
 use select::{Candidate, Chosen};
 
 /// What an engine is used as.
@@ -147,12 +150,12 @@ pub enum Look {
 
 impl Engines {
     /// Starts to keep connections to all engines of `config`.
-    pub fn start(config: &Config, metrics: &Metrics) -> Self {
+    pub fn start(config: &Config, metrics: &Metrics, shards: &Shards) -> Self {
         let changed = Arc::new(Changed {
             room: Notify::new(),
             links: watch::Sender::new(()),
         });
-        let keep = worker::Keep::new(config);
+        let keep = channel::Keep::new(config);
         let start = |side: Side, endpoints: &[String]| {
             endpoints
                 .iter()
@@ -161,6 +164,7 @@ impl Engines {
                         side,
                         endpoint,
                         keep,
+                        shards.clone(),
                         metrics.upstream(side.name(), endpoint),
                         Arc::clone(&changed),
                     )

@@ -11,9 +11,9 @@ use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, Load, Role};
 use tandem_wire::{BootId, KvLayout};
 use tokio::sync::Notify;
-use tonic::transport::Channel;
 
 use super::breaker::{self, Breaker};
+use super::channel::Channel;
 use super::{Changed, Side};
 use crate::metrics::{Counted, EngineGauges};
 

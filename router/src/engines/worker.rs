@@ -1,4 +1,4 @@
-//! Keeps one connection to one engine: dials, asks who it is, watches its load, and dials again when it is gone.
+//! Keeps the connection to one engine: dials, asks who it is, watches its load, and dials again when it is gone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,12 +9,12 @@ use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{GetInfoRequest, Load, WatchLoadRequest};
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
-use tonic::transport::Endpoint;
 use tonic::{Status, Streaming};
 
+use super::channel::{Channel, Keep};
 use super::{Changed, Session, Side};
-use crate::config::Config;
 use crate::metrics::EngineGauges;
+use crate::shards::Shards;
 
 /// To an engine on the same network; a host that is gone must not hold a request that waits for the probe.
 const DIAL: Duration = Duration::from_secs(2);
@@ -27,26 +27,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Requests that wait cannot make it dial more often than this.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
-/// One stream that nobody reads (a slow client) fills its own window of 128 KiB, never the connection's.
-const STREAM_WINDOW: u32 = 128 << 10;
-const CONNECTION_WINDOW: u32 = 128 << 20;
-
-/// How connections are kept alive.
-#[derive(Debug, Clone, Copy)]
-pub struct Keep {
-    interval: Duration,
-    timeout: Duration,
-}
-
-impl Keep {
-    /// As the flags say.
-    pub fn new(config: &Config) -> Self {
-        Self {
-            interval: Duration::from_millis(config.keepalive_interval_ms),
-            timeout: Duration::from_millis(config.keepalive_timeout_ms),
-        }
-    }
-}
 
 /// What is known about an engine.
 #[derive(Debug, Clone)]
@@ -74,6 +54,7 @@ struct Shared {
     side: Side,
     endpoint: String,
     keep: Keep,
+    shards: Shards,
     link: Mutex<Link>,
     /// The longest sequence that it can hold, by its last word; 0: unknown.
     longest: AtomicU32,
@@ -84,11 +65,19 @@ struct Shared {
 
 impl Worker {
     /// Begins to dial.
-    pub fn start(side: Side, endpoint: &str, keep: Keep, gauges: EngineGauges, changed: Arc<Changed>) -> Self {
+    pub fn start(
+        side: Side,
+        endpoint: &str,
+        keep: Keep,
+        shards: Shards,
+        gauges: EngineGauges,
+        changed: Arc<Changed>,
+    ) -> Self {
         let shared = Arc::new(Shared {
             side,
             endpoint: endpoint.to_owned(),
             keep,
+            shards,
             link: Mutex::new(Link::Down {
                 reason: format!("{endpoint} was not reached yet"),
                 probed: None,
@@ -220,20 +209,14 @@ impl Shared {
             }
             text
         };
-        let endpoint = Endpoint::from_shared(format!("http://{}", self.endpoint))
-            .map_err(|error| failed("is no address", &error))?
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(self.keep.interval)
-            .keep_alive_timeout(self.keep.timeout.saturating_sub(self.keep.interval))
-            .keep_alive_while_idle(true)
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW);
-        // the endpoint's own limit holds for the TCP connection alone, not for the name nor for HTTP/2
-        let channel = tokio::time::timeout(DIAL, endpoint.connect())
+        let origin = format!("http://{}", self.endpoint)
+            .parse()
+            .map_err(|error: http::uri::InvalidUri| failed("is no address", &error))?;
+        let channel = tokio::time::timeout(DIAL, Channel::open(&self.endpoint, self.keep, &self.shards))
             .await
             .map_err(|_| format!("{} cannot be reached within {} s", self.endpoint, DIAL.as_secs()))?
             .map_err(|error| failed("cannot be reached", &error))?;
-        let mut client = EngineClient::new(channel);
+        let mut client = EngineClient::with_origin(channel, origin);
         let info = tokio::time::timeout(ASK, client.get_info(GetInfoRequest {}))
             .await
             .map_err(|_| format!("{} did not answer GetInfo within {} s", self.endpoint, ASK.as_secs()))?

@@ -7,7 +7,8 @@ use futures::{Stream, StreamExt};
 use http::header::{self, HeaderName, HeaderValue};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use super::account::Account;
 use super::body::{Answer, Feed, Unsent, read};
@@ -87,7 +88,9 @@ struct Run {
     choices: usize,
     /// How tool calls are written in the answers.
     calls: Option<ToolFormat>,
-    deadline: Instant,
+    // both are made once: made anew for each event, they would be put into their lists and taken out for each token
+    deadline: Pin<Box<Sleep>>,
+    cut: Pin<Box<WaitForCancellationFutureOwned>>,
     app: Arc<App>,
 }
 
@@ -116,7 +119,8 @@ impl Run {
             events,
             choices,
             calls,
-            deadline,
+            deadline: Box::pin(tokio::time::sleep_until(deadline)),
+            cut: Box::pin(app.cut.clone().cancelled_owned()),
             app: Arc::clone(app),
         })
     }
@@ -130,8 +134,8 @@ impl Run {
                 Some(event) => Ok(event),
                 None => Err(RouterError::Internal("a choice ended without its last event".into())),
             },
-            () = tokio::time::sleep_until(self.deadline) => Err(RouterError::Deadline(self.app.config.request())),
-            () = self.app.cut.cancelled() => Err(RouterError::Draining),
+            () = &mut self.deadline => Err(RouterError::Deadline(self.app.config.request())),
+            () = &mut self.cut => Err(RouterError::Draining),
         }
     }
 
@@ -256,11 +260,17 @@ impl Writer {
             None => feed.send(chunks::COMMENT).await?,
         }
         let pause = run.app.config.sse_comment();
+        let mut comment = std::pin::pin!(tokio::time::sleep(pause));
         while self.ends.len() < run.choices {
-            match tokio::time::timeout(pause, run.next()).await {
-                Ok(Ok((index, event))) => self.event(feed, index, event).await?,
-                Ok(Err(error)) => return Ok(Err(error)),
-                Err(_) => feed.send(chunks::COMMENT).await?,
+            // put off, which is cheaper than another one for each token
+            comment.as_mut().reset(Instant::now() + pause);
+            tokio::select! {
+                biased;
+                event = run.next() => match event {
+                    Ok((index, event)) => self.event(feed, index, event).await?,
+                    Err(error) => return Ok(Err(error)),
+                },
+                () = &mut comment => feed.send(chunks::COMMENT).await?,
             }
         }
         if self.include_usage {

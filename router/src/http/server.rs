@@ -22,6 +22,7 @@ use super::socket::Socket;
 use super::tls::Identity;
 use super::{App, routes};
 use crate::evidence::Connection;
+use crate::shards::Shards;
 
 /// A connection between two requests: longer than the idle time of what usually stands before us (600 s at most), so that no
 /// pool sends a request into a connection that we are just closing.
@@ -36,7 +37,13 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Serves until `stop`, then drains. Without an identity, plain HTTP.
-pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<App>, stop: CancellationToken) {
+pub async fn serve(
+    listener: TcpListener,
+    identity: Option<Identity>,
+    app: Arc<App>,
+    shards: Shards,
+    stop: CancellationToken,
+) {
     let identity = identity.map(Arc::new);
     let graceful = GracefulShutdown::new();
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -50,11 +57,14 @@ pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<A
         match accepted {
             Ok((stream, peer, slot)) => {
                 let (app, watcher, identity) = (Arc::clone(&app), graceful.watcher(), identity.clone());
-                connections.spawn(async move {
+                let place = shards.place();
+                let runtime = place.runtime();
+                let task = async move {
                     let evidence = app.evidence.open(peer, identity.is_some());
                     connection(stream, identity.as_deref(), app, watcher, evidence).await;
-                    drop(slot);
-                });
+                    drop((slot, place));
+                };
+                connections.spawn_on(task, &runtime);
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -85,21 +95,24 @@ pub async fn serve(listener: TcpListener, identity: Option<Identity>, app: Arc<A
 async fn accept(
     listener: &TcpListener,
     slots: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+) -> io::Result<(std::net::TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     let slot = Arc::clone(slots).acquire_owned().await.map_err(io::Error::other)?;
     let (stream, peer) = listener.accept().await?;
-    Ok((stream, peer, slot))
+    // another thread will wait for it
+    Ok((stream.into_std()?, peer, slot))
 }
 
 async fn connection(
-    stream: TcpStream,
+    stream: std::net::TcpStream,
     identity: Option<&Identity>,
     app: Arc<App>,
     watcher: Watcher,
     evidence: Arc<Connection>,
 ) {
     let stalled = app.flow.metrics.client_stalled.clone();
-    let socket = match Socket::new(stream, app.config.client_stall(), stalled, Arc::clone(&evidence)) {
+    let socket = TcpStream::from_std(stream)
+        .and_then(|stream| Socket::new(stream, app.config.client_stall(), stalled, Arc::clone(&evidence)));
+    let socket = match socket {
         Ok(socket) => socket,
         // the client is gone already
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),

@@ -107,6 +107,10 @@ pub struct Shape {
     pub token_ms: u64,
     /// Keeps what it was asked.
     pub remembers: bool,
+    /// Reports its load at most so often; ours do every 100 ms.
+    pub load_ms: u64,
+    /// Reports its load only where it is told to, not at each of its calls.
+    pub told: bool,
     /// Reports its load once and never again.
     pub mute: bool,
     /// Where its admin port is.
@@ -122,6 +126,8 @@ impl Default for Shape {
             max_length_tokens: 512,
             token_ms: 0,
             remembers: true,
+            load_ms: 0,
+            told: false,
             mute: false,
             admin_endpoint: String::new(),
         }
@@ -427,7 +433,13 @@ impl Engine for Service {
         if request.get_ref().boot_id != self.0.boot.to_wire() {
             return Err(Failure::stale_boot(Source::Decode, &request.get_ref().boot_id, self.0.boot).to_status());
         }
-        let (role, mute) = (self.0.shape.role, self.0.shape.mute);
+        let Shape {
+            role,
+            told,
+            mute,
+            load_ms,
+            ..
+        } = self.0.shape;
         let (mut load, mut counts) = (self.0.load.subscribe(), self.0.counts.subscribe());
         let events = async_stream::stream! {
             loop {
@@ -442,11 +454,14 @@ impl Engine for Service {
                 if mute {
                     std::future::pending::<()>().await;
                 }
+                if load_ms > 0 {
+                    tokio::time::sleep(Duration::from_millis(load_ms)).await;
+                }
                 tokio::select! {
                     _ = load.changed() => {}
-                    _ = counts.changed() => {}
+                    _ = counts.changed(), if !told => {}
                     // the contract: at least so often, whatever changes
-                    () = tokio::time::sleep(Duration::from_millis(100)) => {}
+                    () = tokio::time::sleep(Duration::from_millis(100)), if !told => {}
                 }
             }
         };

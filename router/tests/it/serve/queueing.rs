@@ -16,6 +16,15 @@ fn small() -> Mock {
     })
 }
 
+/// Whatever it refused is asked for again only after a report that a test makes.
+fn told(max_running: u32) -> Mock {
+    Mock::start(Shape {
+        max_running,
+        told: true,
+        ..Shape::default()
+    })
+}
+
 fn held() -> Vec<Step> {
     vec![Step::Started, Step::Hold, Step::Spell("ok"), Step::Finish(Cause::Stop)]
 }
@@ -98,7 +107,7 @@ async fn waiting_for_room_has_no_end() {
 
 #[tokio::test]
 async fn a_refusal_for_lack_of_room_reaches_the_client_although_room_comes() {
-    let decode = engine::decode();
+    let decode = told(4);
     let stack = stack(&[], &[&decode], &[]).await;
     for _ in 0..5 {
         decode.then(vec![Step::Refuse(failure(Reason::NoCapacity, Source::Decode))]);
@@ -126,7 +135,7 @@ async fn a_refusal_for_lack_of_room_reaches_the_client_although_room_comes() {
 
 #[tokio::test]
 async fn a_refused_request_loses_its_place_in_the_line() {
-    let decode = small();
+    let decode = told(1);
     let stack = stack(&[], &[&decode], &[]).await;
     decode.then(vec![
         Step::Hold,
@@ -216,7 +225,7 @@ async fn a_draining_engine_is_asked() {
 
 #[tokio::test]
 async fn a_request_is_sent_again_and_again_to_an_engine_without_pages_for_it() {
-    let decode = engine::decode();
+    let decode = told(4);
     let stack = stack(&[], &[&decode], &[]).await;
     let pages = |free_pages, waiting| Load {
         running: 1,
