@@ -12,7 +12,7 @@ use super::sampling::sampling;
 use super::tools::Tools;
 use crate::error::RouterError;
 use crate::flow::Spec;
-use crate::flow::choice::fit;
+use crate::flow::spec::fit;
 use crate::metrics::{Endpoint, Metrics, Phase};
 use crate::text::stop::StopScanner;
 use crate::text::{ChatInput, Text};

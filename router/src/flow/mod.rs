@@ -7,6 +7,7 @@
 //! | [`together`] | several choices of one prompt |
 //! | [`piece`] | text with the tokens that it was made of |
 //! | [`progress`] | how far a request is, for whoever writes it down |
+//! | [`spec`] | what is asked for |
 //! | [`choice`] | one prompt from admission to its last token, as a stream of events |
 //!
 //! Nothing here is spawned: a request lives in the future or the body that its client waits for, and goes with it.
@@ -15,13 +16,15 @@ pub mod choice;
 pub mod piece;
 pub mod progress;
 pub mod queue;
+pub mod spec;
 pub mod together;
 pub mod verdict;
 
-pub use choice::{Choice, Done, Event, Finish, Spec};
+pub use choice::{Choice, Done, Event, Finish};
 pub use piece::{Piece, Scored};
 pub use progress::Progress;
 pub use queue::Queue;
+pub use spec::Spec;
 pub use together::Part;
 
 use std::sync::Arc;
