@@ -52,12 +52,13 @@ pub struct Whole {
 }
 
 impl Whole {
-    /// Takes the calls out of the text.
-    pub fn new(mut piece: Piece, mut done: Done, format: Option<ToolFormat>) -> Self {
+    /// Takes the calls out of the text, and keeps at most `most` of them.
+    pub fn new(mut piece: Piece, mut done: Done, format: Option<ToolFormat>, most: usize) -> Self {
         let mut calls = Vec::new();
         if let Some(format) = format {
             let parts = tools::whole(format, &piece.text);
             (piece.text, calls) = (parts.text, parts.calls);
+            calls.truncate(most);
             if !calls.is_empty() {
                 done.finish = done.finish.with_calls();
             }

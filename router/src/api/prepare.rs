@@ -73,6 +73,8 @@ pub struct Prepared {
     pub stream: bool,
     /// With the usage as last chunk.
     pub include_usage: bool,
+    /// An answer may have more than one call.
+    pub parallel_calls: bool,
 }
 
 /// Runs template and tokenizer.
@@ -168,6 +170,7 @@ impl TextWork {
         }
         let shown = tools.shown;
         let (n, stream, include_usage) = (template.n, template.stream, template.include_usage);
+        let parallel_calls = body.parallel_tool_calls.unwrap_or(true);
         let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
             .run(template.spec.deadline, limits, move |text| {
@@ -186,6 +189,7 @@ impl TextWork {
             n,
             stream,
             include_usage,
+            parallel_calls,
         })
     }
 
@@ -261,6 +265,7 @@ impl TextWork {
             n: template.n,
             stream: template.stream,
             include_usage: template.include_usage,
+            parallel_calls: true,
         })
     }
 }

@@ -210,6 +210,8 @@ body! {
         tools: Json,
         /// What must be.
         tool_choice: Json,
+        /// More than one call in an answer.
+        parallel_tool_calls: bool,
         /// Report each token's log-probability.
         logprobs: bool,
         /// With so many of the likeliest.

@@ -52,6 +52,7 @@ pub async fn answer(
         n,
         stream: streamed,
         include_usage,
+        parallel_calls,
     } = match endpoint {
         Endpoint::Chat => app.text.chat(ChatBody::read(&held.bytes)?, &limits, origin).await?,
         Endpoint::Completions | Endpoint::Other => {
@@ -64,7 +65,8 @@ pub async fn answer(
     let head = Head::new(endpoint, &limits.model);
     let scored = specs.first().is_some_and(|spec| spec.sampling.logprobs.is_some());
     let scores = scored.then(|| Arc::clone(app.flow.text.vocabulary()));
-    let run = Run::new(app, specs, n, &open.progress)?;
+    let most_calls = if parallel_calls { usize::MAX } else { 1 };
+    let run = Run::new(app, specs, n, most_calls, &open.progress)?;
     open.answers();
     if streamed {
         open.streamed();
@@ -88,6 +90,8 @@ struct Run {
     choices: usize,
     /// How tool calls are written in the answers.
     calls: Option<ToolFormat>,
+    /// So many calls of an answer are told, others are left out.
+    most_calls: usize,
     // both are made once: made anew for each event, they would be put into their lists and taken out for each token
     deadline: Pin<Box<Sleep>>,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -96,7 +100,13 @@ struct Run {
 
 impl Run {
     /// `n` choices for each spec; those of the first come first.
-    fn new(app: &Arc<App>, specs: Vec<Spec>, n: usize, progress: &Arc<Progress>) -> Result<Self, RouterError> {
+    fn new(
+        app: &Arc<App>,
+        specs: Vec<Spec>,
+        n: usize,
+        most_calls: usize,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, RouterError> {
         let choices = specs.len() * n;
         let calls = specs.first().and_then(|spec| spec.calls);
         let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
@@ -119,6 +129,7 @@ impl Run {
             events,
             choices,
             calls,
+            most_calls,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
             cut: Box::pin(app.cut.clone().cancelled_owned()),
             app: Arc::clone(app),
@@ -159,7 +170,7 @@ impl Run {
         Ok(pieces
             .into_iter()
             .zip(ends)
-            .filter_map(|(piece, done)| Some(Whole::new(piece, done?, self.calls)))
+            .filter_map(|(piece, done)| Some(Whole::new(piece, done?, self.calls, self.most_calls)))
             .collect())
     }
 }
@@ -187,6 +198,7 @@ async fn stream(
         scanners: run
             .calls
             .map_or_else(Vec::new, |format| (0..run.choices).map(|_| format.scanner()).collect()),
+        most_calls: run.most_calls,
         account,
     };
     let progress = Arc::clone(&writer.account.progress);
@@ -215,6 +227,7 @@ struct Writer {
     ends: Vec<Done>,
     /// One for each choice where there may be tool calls.
     scanners: Vec<ToolScanner>,
+    most_calls: usize,
     account: Account,
 }
 
@@ -317,7 +330,10 @@ impl Writer {
         if last {
             events.extend(scanner.finish());
         }
-        for event in &events {
+        for event in events
+            .iter()
+            .filter(|event| event.call().is_none_or(|call| call < self.most_calls))
+        {
             feed.send(self.chunks.event(index, event)).await?;
         }
         Ok(())

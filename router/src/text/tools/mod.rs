@@ -45,6 +45,16 @@ pub enum ToolEvent {
     },
 }
 
+impl ToolEvent {
+    /// Of which call it tells, if of any.
+    pub fn call(&self) -> Option<usize> {
+        match self {
+            Self::Text(_) => None,
+            Self::CallStart { index, .. } | Self::Arguments { index, .. } => Some(*index),
+        }
+    }
+}
+
 /// A complete call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCall {

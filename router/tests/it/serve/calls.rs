@@ -81,6 +81,29 @@ async fn calls_stay_in_the_text_or_a_stream_tells_others() {
 }
 
 #[tokio::test]
+async fn calls_come_in_parallel_where_one_at_a_time_was_asked_for() {
+    let decode = engine::decode();
+    decode.always(spell(HERMES));
+    let stack = stack(&[], &[&decode], &["--tool-parser=hermes"]).await;
+    for (parallel, names) in [
+        (json!(null), &["weather", "time"][..]),
+        (json!(true), &["weather", "time"]),
+        (json!(false), &["weather"]),
+    ] {
+        let asked = json!({"tools": tools(), "parallel_tool_calls": parallel});
+        let whole = whole(&stack, asked.clone()).await;
+        let called = whole["calls"].as_array().unwrap();
+        let called: Vec<_> = called.iter().map(|call| &call["function"]["name"]).collect();
+        assert_eq!(called, names, "{asked}");
+        assert_eq!(
+            (&whole["content"], &whole["finish"]),
+            (&json!("I look."), &json!("tool_calls"))
+        );
+        assert_eq!(joined(&stack.client.stream(asked).await), whole);
+    }
+}
+
+#[tokio::test]
 async fn an_answer_that_is_calls_alone_has_a_content_or_tokens_are_lost_with_their_text() {
     let decode = engine::decode();
     decode.always(spell("<tool_call>{\"name\": \"time\", \"arguments\": {}}</tool_call>"));

@@ -383,7 +383,15 @@ fn chat() -> Vec<Row> {
         only("chat_template", json!(null), json!("{{ x }}")),
         only("documents", json!([]), json!([{"text": "x"}])),
         only("web_search_options", json!({}), json!({"search_context_size": "low"})),
-        ("parallel_tool_calls", vec![(json!(true), Asked(json!({})))]),
+        (
+            "parallel_tool_calls",
+            vec![
+                (json!(true), Asked(json!({}))),
+                (json!(false), Asked(json!({}))),
+                (json!("no"), Wrong("parallel_tool_calls")),
+                (json!(0), Wrong("parallel_tool_calls")),
+            ],
+        ),
     ]
 }
 
