@@ -5,7 +5,7 @@ use std::fmt;
 use subtle::Choice;
 
 use crate::file::{SecretError, SecretFile};
-use crate::token::{Fingerprint, check};
+use crate::token::{Fingerprint, Token, check};
 
 /// More keys than this belong into something that manages them.
 pub const MAX_KEYS: usize = 4096;
@@ -22,22 +22,21 @@ impl fmt::Debug for Keys {
 impl Keys {
     /// One key on each line; blank lines and those that begin with `#` hold none.
     pub fn parse(file: &SecretFile, bytes: &[u8]) -> Result<Self, SecretError> {
-        let mut keys = Vec::new();
-        for (at, line) in bytes.split(|&b| b == b'\n').enumerate() {
-            let line = line.trim_ascii();
-            if line.is_empty() || line.starts_with(b"#") {
-                continue;
-            }
-            let key = check(line).map_err(|problem| file.error(format!("the key on line {} {problem}", at + 1)))?;
-            if keys.len() == MAX_KEYS {
-                return Err(file.error(format!("it has more than {MAX_KEYS} keys")));
-            }
-            keys.push(Fingerprint::of(key.as_bytes()));
+        let keys = lines(file, bytes)
+            .take(MAX_KEYS + 1)
+            .map(|key| Ok(Fingerprint::of(key?.as_bytes())))
+            .collect::<Result<Vec<_>, _>>()?;
+        match keys.len() {
+            0 => Err(none(file)),
+            n if n > MAX_KEYS => Err(file.error(format!("it has more than {MAX_KEYS} keys"))),
+            _ => Ok(Self(keys)),
         }
-        if keys.is_empty() {
-            return Err(file.error("it holds no key; write one on each line"));
-        }
-        Ok(Self(keys))
+    }
+
+    /// The first key of such a file, for a client that comes with it.
+    pub fn first(file: &SecretFile, bytes: &[u8]) -> Result<Token, SecretError> {
+        let key = lines(file, bytes).next().ok_or_else(|| none(file))??;
+        Token::parse(file, key.as_bytes())
     }
 
     /// Is a key what a request came with? Every key is looked at, whichever it is.
@@ -54,6 +53,18 @@ impl Keys {
     pub fn count(&self) -> usize {
         self.0.len()
     }
+}
+
+/// The keys of a file in order, each checked.
+fn lines<'a>(file: &'a SecretFile, bytes: &'a [u8]) -> impl Iterator<Item = Result<&'a str, SecretError>> {
+    let lines = bytes.split(|&b| b == b'\n').map(<[u8]>::trim_ascii).enumerate();
+    lines
+        .filter(|(_, line)| !line.is_empty() && !line.starts_with(b"#"))
+        .map(|(at, line)| check(line).map_err(|problem| file.error(format!("the key on line {} {problem}", at + 1))))
+}
+
+fn none(file: &SecretFile) -> SecretError {
+    file.error("it holds no key; write one on each line")
 }
 
 #[cfg(test)]
@@ -81,6 +92,16 @@ mod tests {
             assert!(!keys.open(wrong.as_bytes()), "{wrong}");
         }
         assert_eq!(format!("{keys:?}"), "Keys(2)");
+    }
+
+    #[test]
+    fn a_client_comes_with_another_key_than_the_first() {
+        let file = SecretFile::private("--api-key-file", "keys");
+        let first = |text: &str| Keys::first(&file, text.as_bytes()).map_err(|error| error.to_string());
+        let key = first("# of team a\n\n sk-aaaaaaaaaaaaaaaa\r\nshort-one\n").unwrap();
+        assert_eq!(key.authorization(), "Bearer sk-aaaaaaaaaaaaaaaa");
+        assert!(first("#\n").unwrap_err().contains("holds no key"));
+        assert!(first("short-one").unwrap_err().contains("line 1 has 9 characters"));
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! `tandem bench chat`.
 
 use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use futures::StreamExt as _;
 use indicatif::{ProgressBar, ProgressStyle};
+use tandem_secrets::{Keys, SecretFile};
 
 use super::client::{Sample, Server, Shape};
 use super::prompt::{Prompts, words_for};
@@ -33,6 +35,9 @@ pub struct ChatArgs {
     /// The model to ask [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
+    /// Come with a key: the first of a file as the router's --api-key-file
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
     /// Requests in flight
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
     concurrency: u16,
@@ -83,7 +88,13 @@ pub async fn run(args: ChatArgs) -> ExitCode {
 }
 
 async fn measure(args: &ChatArgs) -> Result<Report, String> {
-    let server = Server::new(&args.base_url, Duration::from_secs(args.timeout_seconds.into()))?;
+    let key = args.api_key_file.as_ref().map(|path| {
+        let file = SecretFile::private("--api-key-file", path);
+        Keys::first(&file, &file.read()?)
+    });
+    let key = key.transpose().map_err(|error| error.to_string())?;
+    let deadline = Duration::from_secs(args.timeout_seconds.into());
+    let server = Server::new(&args.base_url, key.as_ref(), deadline)?;
     let no_answer = |error: String| format!("{} does not answer as an OpenAI server: {error}", server.url());
     let model = match &args.model {
         Some(model) => model.clone(),

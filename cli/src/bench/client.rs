@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Client, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tandem_secrets::Token;
 
 use super::sse::Events;
 use crate::console::with_causes;
@@ -70,16 +72,23 @@ struct Delta {
 }
 
 impl Server {
-    /// `url` with or without `/v1`; each request has until `deadline`.
-    pub fn new(url: &str, deadline: Duration) -> Result<Self, String> {
+    /// `url` with or without `/v1`; each request comes with `key` and has until `deadline`.
+    pub fn new(url: &str, key: Option<&Token>, deadline: Duration) -> Result<Self, String> {
         let url = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
         if !url.starts_with("http://") {
             return Err(format!(
                 "{url:?} is not a URL that this program can load: it begins with http://"
             ));
         }
+        let mut headers = HeaderMap::new();
+        if let Some(key) = key {
+            let mut value = HeaderValue::try_from(key.authorization()).map_err(|error| error.to_string())?;
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
         let client = Client::builder()
             .no_proxy()
+            .default_headers(headers)
             .connect_timeout(CONNECT)
             .tcp_nodelay(true)
             .build();
@@ -335,8 +344,8 @@ mod tests {
     #[test]
     fn a_base_url_is_taken_with_and_without_v1() {
         for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"] {
-            assert_eq!(Server::new(url, ms(1)).unwrap().url(), "http://h:1");
+            assert_eq!(Server::new(url, None, ms(1)).unwrap().url(), "http://h:1");
         }
-        assert!(Server::new("https://h", ms(1)).unwrap_err().contains("http://"));
+        assert!(Server::new("https://h", None, ms(1)).unwrap_err().contains("http://"));
     }
 }

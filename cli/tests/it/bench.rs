@@ -171,3 +171,25 @@ fn nobody_there_and_impossible_lengths_are_plain_errors() {
         "{text}"
     );
 }
+
+#[test]
+fn a_server_with_keys_is_asked_without_or_by_a_broken_file() {
+    let server = Server::start("locked");
+    let dir = tempfile::tempdir().unwrap();
+    let keys = dir.path().join("keys");
+    let flag = format!("--api-key-file={}", keys.display());
+    std::fs::write(&keys, "# of the tests\nsk-of-the-tests-0123\n").unwrap();
+    let (code, report) = server.report(&["--requests=3", "--output-tokens=2", &flag]);
+    assert_eq!((code, &report["completed"]), (Some(0), &Value::from(3)), "{report}");
+    for (content, args, said) in [
+        ("sk-of-the-tests-0124\n", &[flag.as_str()][..], "401: no such key"),
+        ("", &[], "401: no such key"),
+        ("\n", &[&flag], "it holds no key; write one on each line"),
+    ] {
+        std::fs::write(&keys, content).unwrap();
+        let output = server.bench(args);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(said), "{stderr}");
+        assert!(!stderr.contains("sk-"), "{stderr}");
+    }
+}

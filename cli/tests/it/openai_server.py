@@ -2,7 +2,7 @@
 
 A word is a token and the chat template takes 30.
 fine: answers. flaky: every third stream is refused with 503. strict: refuses ignore_eos and ends early.
-cut: breaks streams off. silent: takes streams and never answers.
+cut: breaks streams off. silent: takes streams and never answers. locked: wants the key sk-of-the-tests-0123.
 """
 import http.server
 import json
@@ -19,10 +19,14 @@ class Server(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
+        if self.locked():
+            return
         self.answer(200, stats if self.path == "/stats" else {"object": "list", "data": [{"id": MODEL}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.locked():
+            return
         if MODEL == "strict" and "ignore_eos" in body:
             return self.answer(400, {"error": {"message": "unknown field ignore_eos"}})
         prompt = 30 + len(body["messages"][0]["content"].split())
@@ -38,6 +42,12 @@ class Server(http.server.BaseHTTPRequestHandler):
         finally:
             with lock:
                 stats["in_flight"] -= 1
+
+    def locked(self):
+        locked = MODEL == "locked" and self.headers["authorization"] != "Bearer sk-of-the-tests-0123"
+        if locked:
+            self.answer(401, {"error": {"message": "no such key"}})
+        return locked
 
     def stream(self, tokens, prompt, number):
         if MODEL == "flaky" and number % 3 == 0:
