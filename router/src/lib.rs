@@ -92,8 +92,20 @@ pub struct Router {
 }
 
 impl Router {
-    /// Binds, loads the tokenizer off the serving threads, and serves from then on.
+    /// Binds, loads the tokenizer off the serving threads, and serves from then on, on `--threads` threads.
     pub async fn start(
+        config: Config,
+        exposition: Exposition,
+        readiness: Readiness,
+        traces: Traces,
+    ) -> Result<Self, StartError> {
+        let shards = Shards::start(config.threads()).map_err(StartError::Threads)?;
+        Self::start_on(shards, config, exposition, readiness, traces).await
+    }
+
+    /// The same on these threads.
+    pub async fn start_on(
+        shards: Shards,
         config: Config,
         exposition: Exposition,
         readiness: Readiness,
@@ -114,7 +126,6 @@ impl Router {
         let text = Arc::new(text.with_tool_format(format));
         let evidence = Arc::new(Registry::default());
         let metrics = metrics::Metrics::register(&exposition, &evidence);
-        let shards = Shards::start(config.threads()).map_err(StartError::Threads)?;
         let flow = Arc::new(Flow {
             engines: Engines::start(&config, &metrics, &shards),
             queue: Queue::new(config.queue_limit),

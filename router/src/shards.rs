@@ -25,7 +25,7 @@ pub fn here() -> usize {
 #[derive(Debug, Clone)]
 pub struct Shards {
     shards: Arc<[Shard]>,
-    _stop: Arc<DropGuard>,
+    _stop: Option<Arc<DropGuard>>,
 }
 
 #[derive(Debug)]
@@ -55,8 +55,20 @@ impl Shards {
         };
         Ok(Self {
             shards: (0..threads).map(shard).collect::<io::Result<_>>()?,
-            _stop: Arc::new(stop.clone().drop_guard()),
+            _stop: Some(Arc::new(stop.clone().drop_guard())),
         })
+    }
+
+    /// The runtime of this call alone, which then has to run on one thread.
+    pub fn current() -> Self {
+        let shard = Shard {
+            runtime: Handle::current(),
+            connections: AtomicUsize::new(0),
+        };
+        Self {
+            shards: Arc::new([shard]),
+            _stop: None,
+        }
     }
 
     /// Their runtimes, in the order of [`here`].

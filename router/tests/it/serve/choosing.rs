@@ -167,3 +167,26 @@ async fn a_prompt_that_no_prefill_can_hold_is_told_to_come_again() {
     );
     assert!(decode.calls().is_empty());
 }
+
+#[tokio::test]
+async fn requests_are_lost_between_the_threads_that_serve() {
+    let (prefill, decode) = (
+        engine::prefill(),
+        Mock::start(Shape {
+            max_running: 64,
+            ..Shape::default()
+        }),
+    );
+    let stack = stack(&[&prefill], &[&decode], &["--threads=3"]).await;
+    // each at the same time has a connection of its own
+    let asked = (0..32).map(|_| stack.client.chat(json!({})));
+    for answer in futures::future::join_all(asked).await {
+        assert_eq!(answer.content(), "Paris");
+    }
+    let streamed = (0..32).map(|_| stack.client.stream(json!({})));
+    for events in futures::future::join_all(streamed).await {
+        assert_eq!((events.text().as_str(), events.done), ("Paris", true));
+    }
+    assert_eq!(decode.calls().len(), 64);
+    stack.at_rest(&[&decode]).await;
+}

@@ -1,6 +1,7 @@
 //! A router in this process, in front of scripted engines.
 
 use clap::Parser;
+use tandem_router::shards::Shards;
 use tandem_router::{Config, Router};
 use tandem_telemetry::{Metrics, Readiness, State, Traces};
 
@@ -47,9 +48,13 @@ pub async fn cold(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Stac
     let config = Config::try_parse_from(args).unwrap();
     let metrics = Metrics::new("tandem-router", "test");
     let readiness = Readiness::default();
-    let router = Router::start(config, metrics.clone(), readiness.clone(), Traces::off())
-        .await
-        .unwrap();
+    // on the test's own thread, where nothing happens at the same time, unless threads are asked for
+    let shards = match config.threads {
+        None => Shards::current(),
+        Some(_) => Shards::start(config.threads()).unwrap(),
+    };
+    let router = Router::start_on(shards, config, metrics.clone(), readiness.clone(), Traces::off());
+    let router = router.await.unwrap();
     let client = Client::new(router.addr());
     Stack {
         router,
