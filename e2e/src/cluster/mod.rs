@@ -53,7 +53,7 @@ impl Cluster {
     /// Builds the servers where they are not built yet, and starts them.
     fn start() -> Self {
         let binary = binary();
-        let network = Network::new();
+        let network = Network::create();
         let servers = Servers::start(&binary, &network);
         let proxy = |user| network.enter(|| servers.proxy(&servers.kubeconfig(user)));
         let kubelet = Kubelet::start(&network, &proxy(User::Kubelet));

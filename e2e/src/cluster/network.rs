@@ -14,7 +14,7 @@ pub struct Network(File);
 
 impl Network {
     /// A namespace of its own with a loopback device.
-    pub fn new() -> Self {
+    pub fn create() -> Self {
         let made = || {
             // SAFETY: a call without memory; it changes the namespace of this thread alone, which ends below.
             let code = unsafe { libc::unshare(libc::CLONE_NEWNET) };

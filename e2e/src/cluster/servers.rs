@@ -173,9 +173,13 @@ impl Servers {
         ]
     }
 
-    /// Starts a part with its output in a file; the reaper knows it from then on.
     fn spawn(&self, part: &'static str, args: &[String]) -> (&'static str, Child) {
-        let log = File::create(self.log(part)).expect("a log file");
+        (part, self.start_part(part, part, args))
+    }
+
+    /// Starts a part with its output in a file; the reaper knows it from then on.
+    fn start_part(&self, part: &str, log: &str, args: &[String]) -> Child {
+        let log = File::create(self.log(log)).expect("a log file");
         let child = Command::new(self.program(part))
             .args(args)
             .current_dir(&self.dir)
@@ -185,31 +189,18 @@ impl Servers {
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {part}: {error}"));
         self.ends_with_the_test(child.id());
-        (part, child)
+        child
     }
 
     /// Starts a proxy that adds a kubeconfig's token and TLS to plain HTTP; gives its address. The caller is in the namespace.
     pub fn proxy(&self, kubeconfig: &Path) -> String {
-        let name = kubeconfig
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let path = self.dir.join(format!("proxy-{name}.log"));
-        let log = File::create(&path).expect("a log file");
-        let mut child = Command::new(self.program("kubectl"))
-            .arg("--kubeconfig")
-            .arg(kubeconfig)
-            .args(["proxy", "--port=0"])
-            .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a second handle"))
-            .stderr(log)
-            .spawn()
-            .expect("kubectl starts");
-        self.ends_with_the_test(child.id());
+        let name = kubeconfig.file_name().unwrap_or_default().to_string_lossy();
+        let log = format!("proxy-{name}");
+        let config = format!("--kubeconfig={}", kubeconfig.display());
+        let mut child = self.start_part("kubectl", &log, &[config, "proxy".into(), "--port=0".into()]);
         let begin = Instant::now();
         loop {
-            let said = fs::read_to_string(&path).unwrap_or_default();
+            let said = fs::read_to_string(self.log(&log)).unwrap_or_default();
             let line = said.lines().find_map(|line| line.strip_prefix("Starting to serve on "));
             if let Some(address) = line.filter(|_| said.ends_with('\n')) {
                 return format!("http://{address}");

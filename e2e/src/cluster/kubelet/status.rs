@@ -49,36 +49,28 @@ pub fn lease(node: &str) -> Value {
 /// All containers run; they are ready or not yet.
 pub fn running(pod: &Pod, address: Ipv4Addr, ready: bool) -> Value {
     let state = json!({"running": {"startedAt": now()}});
-    status(pod, "Running", Some(address), ready, "ContainersNotReady", &state, 0)
+    status(pod, "Running", Some(address), ready, &state, 0)
 }
 
 /// All containers have ended with an error and wait to be started again.
 pub fn crashed(pod: &Pod, address: Ipv4Addr) -> Value {
     let state =
         json!({"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}});
-    status(pod, "Running", Some(address), false, "ContainersNotReady", &state, 3)
+    status(pod, "Running", Some(address), false, &state, 3)
 }
 
 /// No container could be started.
 pub fn image_missing(pod: &Pod) -> Value {
     let state = json!({"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}});
-    status(pod, "Pending", None, false, "ContainersNotReady", &state, 0)
+    status(pod, "Pending", None, false, &state, 0)
 }
 
-fn status(
-    pod: &Pod,
-    phase: &str,
-    address: Option<Ipv4Addr>,
-    ready: bool,
-    reason: &str,
-    state: &Value,
-    restarts: u32,
-) -> Value {
+fn status(pod: &Pod, phase: &str, address: Option<Ipv4Addr>, ready: bool, state: &Value, restarts: u32) -> Value {
     let condition = |kind: &str, ready: bool| {
         let mut condition =
             json!({"type": kind, "status": if ready { "True" } else { "False" }, "lastTransitionTime": now()});
         if !ready {
-            condition["reason"] = reason.into();
+            condition["reason"] = "ContainersNotReady".into();
         }
         condition
     };
