@@ -1,14 +1,14 @@
 //! `tandem bench chat`.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use futures::StreamExt as _;
 use indicatif::{ProgressBar, ProgressStyle};
-use tandem_secrets::{Keys, SecretFile};
+use tandem_secrets::{Keys, SecretFile, Token};
 
 use super::client::{Sample, Server, Shape};
 use super::prompt::{Prompts, words_for};
@@ -87,12 +87,17 @@ pub async fn run(args: ChatArgs) -> ExitCode {
     }
 }
 
-async fn measure(args: &ChatArgs) -> Result<Report, String> {
-    let key = args.api_key_file.as_ref().map(|path| {
+/// The first key of `--api-key-file`.
+pub(super) fn key(file: Option<&Path>) -> Result<Option<Token>, String> {
+    let key = file.map(|path| {
         let file = SecretFile::private("--api-key-file", path);
         Keys::first(&file, &file.read()?)
     });
-    let key = key.transpose().map_err(|error| error.to_string())?;
+    key.transpose().map_err(|error| error.to_string())
+}
+
+async fn measure(args: &ChatArgs) -> Result<Report, String> {
+    let key = key(args.api_key_file.as_deref())?;
     let deadline = Duration::from_secs(args.timeout_seconds.into());
     let server = Server::new(&args.base_url, key.as_ref(), deadline)?;
     let no_answer = |error: String| format!("{} does not answer as an OpenAI server: {error}", server.url());

@@ -1,7 +1,9 @@
 //! One request and what it measured.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use hyper_util::client::legacy::connect::HttpInfo;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Client, Response};
 use serde::Deserialize;
@@ -19,6 +21,8 @@ const CONNECT: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone)]
 pub struct Server {
     client: Client,
+    /// Of each request.
+    headers: HeaderMap,
     /// Without `/v1`.
     url: String,
     deadline: Duration,
@@ -43,6 +47,10 @@ pub struct Sample {
     /// Between pieces of text.
     pub gaps: Vec<Duration>,
     pub total: Duration,
+    /// The answer.
+    pub text: String,
+    /// Our end of the connection that it came on: the same one twice is a connection that was reused.
+    pub connection: Option<SocketAddr>,
 }
 
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
@@ -86,16 +94,19 @@ impl Server {
             value.set_sensitive(true);
             headers.insert(AUTHORIZATION, value);
         }
-        let client = Client::builder()
-            .no_proxy()
-            .default_headers(headers)
-            .connect_timeout(CONNECT)
-            .tcp_nodelay(true)
-            .build();
         Ok(Self {
-            client: client.map_err(|error| error.to_string())?,
+            client: client(&headers)?,
+            headers,
             url: url.to_owned(),
             deadline,
+        })
+    }
+
+    /// The same server, with no connection open yet.
+    pub fn fresh(&self) -> Result<Self, String> {
+        Ok(Self {
+            client: client(&self.headers)?,
+            ..self.clone()
         })
     }
 
@@ -139,7 +150,7 @@ impl Server {
             output_tokens: 1,
             ..shape.clone()
         };
-        let response = self.post(&one, prompt, false).await?;
+        let response = self.post(&one, &user(prompt), false).await?;
         let whole: Whole =
             serde_json::from_slice(&body(response).await?).map_err(|error| format!("no usage: {error}"))?;
         Ok(whole.usage.prompt_tokens)
@@ -147,18 +158,26 @@ impl Server {
 
     /// One streamed request, to its end or to the deadline.
     pub async fn stream(&self, shape: &Shape, prompt: &str) -> Result<Sample, String> {
-        match tokio::time::timeout(self.deadline, self.stream_all(shape, prompt)).await {
+        match tokio::time::timeout(self.deadline, self.converse(shape, &user(prompt), |_| {})).await {
             Ok(result) => result,
             Err(_) => Err(format!("not complete after {} s", self.deadline.as_secs())),
         }
     }
 
-    async fn stream_all(&self, shape: &Shape, prompt: &str) -> Result<Sample, String> {
+    /// The answer to a conversation, streamed, however long it takes. `came` is told of each chunk's bytes.
+    pub async fn converse(
+        &self,
+        shape: &Shape,
+        messages: &Value,
+        mut came: impl FnMut(usize),
+    ) -> Result<Sample, String> {
         let began = Instant::now();
-        let mut response = self.post(shape, prompt, true).await?;
+        let mut response = self.post(shape, messages, true).await?;
+        let connection = response.extensions().get::<HttpInfo>().map(HttpInfo::local_addr);
         let mut events = Events::default();
         let mut state = Streamed::default();
         while let Some(chunk) = response.chunk().await.map_err(text)? {
+            came(chunk.len());
             let at = began.elapsed();
             let mut fault = None;
             let push = events.push(&chunk, |data| {
@@ -171,13 +190,13 @@ impl Server {
                 return Err(fault);
             }
         }
-        state.end(began.elapsed())
+        state.end(began.elapsed(), connection)
     }
 
-    async fn post(&self, shape: &Shape, prompt: &str, stream: bool) -> Result<Response, String> {
+    async fn post(&self, shape: &Shape, messages: &Value, stream: bool) -> Result<Response, String> {
         let mut request = json!({
             "model": shape.model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": messages,
             "max_tokens": shape.output_tokens,
             "temperature": 0,
             "stream": stream,
@@ -199,9 +218,25 @@ impl Server {
     }
 }
 
+fn client(headers: &HeaderMap) -> Result<Client, String> {
+    let client = Client::builder()
+        .no_proxy()
+        .default_headers(headers.clone())
+        .connect_timeout(CONNECT)
+        .tcp_nodelay(true)
+        .build();
+    client.map_err(|error| error.to_string())
+}
+
+/// A conversation of one question.
+fn user(prompt: &str) -> Value {
+    json!([{"role": "user", "content": prompt}])
+}
+
 /// What a stream has brought so far.
 #[derive(Debug, Default)]
 struct Streamed {
+    text: String,
     first: Option<Duration>,
     last: Duration,
     gaps: Vec<Duration>,
@@ -222,7 +257,8 @@ impl Streamed {
         }
         self.usage = chunk.usage.or(self.usage);
         for choice in chunk.choices {
-            if choice.delta.content.is_some_and(|content| !content.is_empty()) {
+            if let Some(content) = choice.delta.content.filter(|content| !content.is_empty()) {
+                self.text.push_str(&content);
                 match self.first {
                     None => self.first = Some(at),
                     Some(_) => self.gaps.push(at.saturating_sub(self.last)),
@@ -235,7 +271,7 @@ impl Streamed {
     }
 
     /// Complete is only what said so: a finish reason, the usage and the end mark.
-    fn end(self, total: Duration) -> Result<Sample, String> {
+    fn end(self, total: Duration, connection: Option<SocketAddr>) -> Result<Sample, String> {
         if !self.done || !self.finished {
             return Err("stream was cut off: no finish reason and [DONE]".to_owned());
         }
@@ -249,6 +285,8 @@ impl Streamed {
             first,
             gaps: self.gaps,
             total,
+            text: self.text,
+            connection,
         })
     }
 }
@@ -303,7 +341,7 @@ mod tests {
         for (index, event) in events.iter().enumerate() {
             state.event(event, ms(10 * (index as u64 + 1)))?;
         }
-        state.end(ms(1000))
+        state.end(ms(1000), None)
     }
 
     const ROLE: &str = r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#;

@@ -3,6 +3,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`chat`] | the load: streamed chat requests against an OpenAI-compatible server |
+//! | [`multiround`] | growing conversations on connections that are kept alive, as agents make them |
 //! | [`engine`] | one engine through gRPC, past router and text |
 //! | [`client`] | one request and what it measured |
 //! | [`sse`] | server-sent events |
@@ -12,6 +13,7 @@
 mod chat;
 mod client;
 mod engine;
+mod multiround;
 mod prompt;
 mod report;
 pub mod sse;
@@ -25,6 +27,8 @@ use clap::Subcommand;
 pub enum BenchCommand {
     /// Streamed chat requests with fixed prompt and answer lengths, against any OpenAI-compatible server
     Chat(chat::ChatArgs),
+    /// Growing conversations on connections that are kept alive; says which rounds hang while they do
+    Multiround(multiround::MultiroundArgs),
     /// One engine's prefill and decode rates through its gRPC port
     Engine(engine::EngineArgs),
 }
@@ -33,6 +37,7 @@ pub enum BenchCommand {
 pub async fn run(command: BenchCommand) -> ExitCode {
     match command {
         BenchCommand::Chat(args) => chat::run(args).await,
+        BenchCommand::Multiround(args) => multiround::run(args).await,
         BenchCommand::Engine(args) => match engine::run(args).await {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {

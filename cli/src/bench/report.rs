@@ -193,6 +193,8 @@ mod tests {
             first: ms(10),
             gaps: vec![ms(1), ms(3)],
             total: ms(14),
+            text: String::new(),
+            connection: None,
         }
     }
 

@@ -29,15 +29,24 @@ impl Server {
         }
     }
 
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}/v1", self.port)
+    }
+
     fn bench(&self, args: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
-        command.args([
-            "bench",
-            "chat",
-            "--base-url",
-            &format!("http://127.0.0.1:{}/v1", self.port),
-        ]);
+        command.args(["bench", "chat", "--base-url", &self.url()]);
         command.args(args).output().unwrap()
+    }
+
+    /// Conversations: exit code, report and what was said meanwhile.
+    fn multiround(&self, args: &[&str]) -> (Option<i32>, Value, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+        command.args(["bench", "multiround", "--json", "--base-url", &self.url()]);
+        let output = command.args(args).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{said}"));
+        (output.status.code(), report, said)
     }
 
     fn report(&self, args: &[&str]) -> (Option<i32>, Value) {
@@ -192,4 +201,64 @@ fn a_server_with_keys_is_asked_without_or_by_a_broken_file() {
         assert!(!output.status.success() && stderr.contains(said), "{stderr}");
         assert!(!stderr.contains("sk-"), "{stderr}");
     }
+}
+
+/// `field` of each round, by session and round.
+fn rounds<'a>(side: &'a Value, field: &str) -> Vec<&'a str> {
+    let rounds = side["rounds"].as_array().unwrap();
+    rounds
+        .iter()
+        .map(|round| round[field].as_str().unwrap_or("-"))
+        .collect()
+}
+
+#[test]
+fn a_conversation_is_held_on_many_connections_or_does_not_grow() {
+    let (code, report, said) = Server::start("kept").multiround(&["--sessions=2", "--rounds=3"]);
+    let side = &report["sides"][0];
+    assert_eq!(
+        (code, &side["passed"], &side["asked"]),
+        (Some(0), &6.into(), &6.into()),
+        "{report:#} {said}"
+    );
+    assert_eq!(
+        rounds(side, "connection"),
+        ["new", "reused", "reused"].repeat(2),
+        "{report:#}"
+    );
+    let tokens = |at: usize| side["rounds"][at]["prompt_tokens"].as_u64().unwrap();
+    // a question of 32 words and an answer of 32 come on top each time
+    assert!(tokens(1) >= tokens(0) + 64 && tokens(2) >= tokens(1) + 64, "{report:#}");
+}
+
+#[test]
+fn a_proxy_that_holds_answers_on_reused_connections_looks_well() {
+    let (held, direct) = (Server::start("held"), Server::start("kept"));
+    let hasty = [
+        "--model=any",
+        "--sessions=2",
+        "--rounds=4",
+        "--report-seconds=1",
+        "--hang-seconds=6",
+    ];
+    let compare = format!("--compare={}", direct.url());
+    let (code, report, said) = held.multiround(&[&hasty[..], &[&compare]].concat());
+    assert_eq!(code, Some(1), "{report:#}");
+    let (through, past) = (&report["sides"][0], &report["sides"][1]);
+    assert_eq!(
+        rounds(through, "status"),
+        ["passed", "passed", "hung", "not_run"].repeat(2),
+        "{report:#}"
+    );
+    assert_eq!(rounds(past, "status"), ["passed"; 8], "{report:#}");
+    assert!(said.contains("session 2, round 3: nothing for "), "{said}");
+
+    let (code, report, _) = held.multiround(&[&hasty[..], &["--fresh-connections"]].concat());
+    let side = &report["sides"][0];
+    assert_eq!(
+        (code, rounds(side, "status")),
+        (Some(0), vec!["passed"; 8]),
+        "{report:#}"
+    );
+    assert_eq!(rounds(side, "connection"), ["new"; 8], "{report:#}");
 }

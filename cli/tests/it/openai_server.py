@@ -3,6 +3,7 @@
 A word is a token and the chat template takes 30.
 fine: answers. flaky: every third stream is refused with 503. strict: refuses ignore_eos and ends early.
 cut: breaks streams off. silent: takes streams and never answers. locked: wants the key sk-of-the-tests-0123.
+kept: answers and keeps connections alive. held: the same, and holds each third answer of a connection back.
 """
 import http.server
 import json
@@ -29,7 +30,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             return
         if MODEL == "strict" and "ignore_eos" in body:
             return self.answer(400, {"error": {"message": "unknown field ignore_eos"}})
-        prompt = 30 + len(body["messages"][0]["content"].split())
+        prompt = 30 + sum(len(message["content"].split()) for message in body["messages"])
         if not body["stream"]:
             return self.answer(200, {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": 1}})
         with lock:
@@ -54,6 +55,8 @@ class Server(http.server.BaseHTTPRequestHandler):
             return self.answer(503, {"error": {"message": "queue is full"}})
         if MODEL == "silent":
             time.sleep(60)
+        if MODEL in ("kept", "held"):
+            return self.kept(tokens, prompt)
         tokens = tokens if MODEL != "strict" else tokens // 2
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -71,11 +74,20 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b": bye\n\ndata: [DONE]\n\n")
         self.close_connection = True
 
+    def kept(self, tokens, prompt):
+        self.answered = getattr(self, "answered", 0) + 1
+        if MODEL == "held" and self.answered == 3:
+            time.sleep(60)
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+        chunks = [{"choices": [{"delta": {"content": " x" * tokens}}]}, {"choices": [{"delta": {}, "finish_reason": "length"}]}]
+        events = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in [*chunks, {"choices": [], "usage": usage}])
+        self.answer(200, events + b"data: [DONE]\n\n")
+
     def event(self, chunk):
         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
     def answer(self, status, body):
-        body = json.dumps(body).encode()
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
