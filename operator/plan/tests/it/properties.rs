@@ -163,8 +163,15 @@ proptest! {
             let status = &sim.status;
             let target = tandem_crds::Inputs::of(&sim.spec).target();
             let rejected = tandem_plan::target_of(&status.revisions.rejected) == target;
+            // What was promoted while it ran may never come back once its process dies.
+            let running = sim.revisions.iter().find(|stored| stored.id == status.revisions.running);
+            let crashes = running.is_some_and(|running| {
+                running.roles.iter().any(|role| sim.broken.contains(&role.hash))
+            });
             if rejected {
                 prop_assert_eq!(sim.reason("Ready"), "Reverted");
+            } else if crashes && sim.condition("Ready") == "False" {
+                prop_assert_eq!(sim.reason("Ready"), "PodsNotReady");
             } else {
                 prop_assert_eq!(sim.condition("Ready"), "True", "{:#?}\n{:#?}", status, sim.world);
                 prop_assert_eq!(tandem_plan::target_of(&status.revisions.running), target);
