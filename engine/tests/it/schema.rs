@@ -58,7 +58,11 @@ fn fits(value: &Value, schema: &Value) -> bool {
     };
     match (schema["type"].as_str().unwrap(), value) {
         ("boolean", Value::Bool(_)) | ("null", Value::Null) => true,
-        ("integer", Value::Number(n)) => n.as_i64().is_some_and(|n| within(n, "minimum", "maximum")),
+        ("integer", Value::Number(n)) => {
+            // -0 is an integer, which serde_json reads as a float
+            let zero = (n.as_f64() == Some(0.0)).then_some(0);
+            n.as_i64().or(zero).is_some_and(|n| within(n, "minimum", "maximum"))
+        }
         ("string", Value::String(s)) => {
             let hex = |s: &str| s.len() == 3 && s.bytes().all(|b| matches!(b, b'a'..=b'f'));
             let digits = |s: &str| s.len() == 2 && s.bytes().all(|b| b.is_ascii_digit());
