@@ -90,7 +90,8 @@ impl fmt::Display for Class {
         match self {
             Self::Contract => f.write_str("A change restarts prefill, decode and the router, in this order."),
             Self::Restart(roles) => write!(f, "A change restarts {}.", Names(roles)),
-            Self::Hot(roles) => write!(f, "A change restarts nothing: {} takes it while it runs.", Names(roles)),
+            Self::Hot(roles @ [_]) => write!(f, "A change restarts nothing: {} takes it while it runs.", Names(roles)),
+            Self::Hot(roles) => write!(f, "A change restarts nothing: {} take it while they run.", Names(roles)),
             Self::Scale(role) => write!(
                 f,
                 "A change adds or removes pods of {} and restarts none.",

@@ -71,7 +71,7 @@ pub struct PDDeploymentSpec {
     /// The hand-off from prefill to decode.
     #[serde(default)]
     pub transfer: Transfer,
-    /// Every deadline.
+    /// Every deadline, in seconds.
     #[serde(default)]
     #[x_kube(validation = rules::STALL_BELOW_WATCHDOG, validation = rules::WATCHDOG_BELOW_DRAIN)]
     pub timeouts: Timeouts,

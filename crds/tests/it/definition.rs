@@ -37,7 +37,7 @@ fn the_yaml_beside_the_crate_is_the_definition() {
     let written = serde_saphyr::to_string(&tandem_crds::crd()).unwrap();
     assert!(
         written == YAML,
-        "write it anew: cargo run --release -p tandem-crds --example crd > crds/pddeployments.yaml"
+        "write it anew: cargo build --release --workspace --example crd && target/release/examples/crd > crds/pddeployments.yaml"
     );
     let read: Value = serde_saphyr::from_str(YAML).unwrap();
     assert_eq!(read["metadata"]["name"], "pddeployments.tandem.dev");
