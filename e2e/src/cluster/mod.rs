@@ -38,7 +38,7 @@ use pki::User;
 use servers::Servers;
 
 /// How long anything of the control plane may take on a machine that is busy with other things.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A running control plane.
 #[derive(Debug)]

@@ -1,5 +1,6 @@
 //! Certificates, users and their kubeconfigs.
 
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -74,7 +75,7 @@ impl Pki {
         let mut tokens = String::new();
         for user in User::ALL {
             let token = format!("{:032x}", rand::random::<u128>());
-            tokens += &format!("{token},{},{},\"{}\"\n", user.name(), user.name(), user.group());
+            let _ = writeln!(tokens, "{token},{},{},\"{}\"", user.name(), user.name(), user.group());
             pki.kubeconfig(&user.file(), address, port, &token);
         }
         pki.write("tokens.csv", &tokens);

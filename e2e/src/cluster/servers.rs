@@ -193,6 +193,10 @@ impl Servers {
     }
 
     /// Starts a proxy that adds a kubeconfig's token and TLS to plain HTTP; gives its address. The caller is in the namespace.
+    #[expect(
+        clippy::zombie_processes,
+        reason = "it runs until this process ends, and the reaper ends it then"
+    )]
     pub fn proxy(&self, kubeconfig: &Path) -> String {
         let name = kubeconfig.file_name().unwrap_or_default().to_string_lossy();
         let log = format!("proxy-{name}");

@@ -118,7 +118,7 @@ fn a_pod_follows_its_script() {
                 ..Life::default()
             },
             Some("clings") => Life {
-                terminating: Duration::from_secs(3600),
+                terminating: Duration::from_hours(1),
                 ..Life::default()
             },
             _ => Life::default(),

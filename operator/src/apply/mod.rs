@@ -36,7 +36,7 @@ pub fn need(live: Option<&Value>, wanted: &Value) -> Need {
     };
     if !same_owner(live, wanted) {
         Need::Foreign
-    } else if live["metadata"]["annotations"][APPLIED] != Value::from(digest(wanted)) {
+    } else if live["metadata"]["annotations"][APPLIED] != digest(wanted) {
         Need::Update
     } else if covers(live, wanted) {
         Need::Nothing

@@ -32,11 +32,11 @@ pub fn of(spec: &PDDeploymentSpec, role: Role) -> Vec<Knob> {
 fn engine(spec: &PDDeploymentSpec, role: &EngineRole) -> Vec<Knob> {
     let times = &spec.timeouts;
     vec![
-        knob("chunked-prefill-tokens", role.knobs.chunked_prefill_tokens),
-        knob("max-running", role.knobs.max_running),
+        knob("chunked-prefill-tokens", &role.knobs.chunked_prefill_tokens),
+        knob("max-running", &role.knobs.max_running),
         knob(
             "no-prefix-cache",
-            role.knobs.prefix_cache.mode == PrefixCacheMode::Disabled,
+            &(role.knobs.prefix_cache.mode == PrefixCacheMode::Disabled),
         ),
         millis("queue-ms", times.queue_seconds),
         millis("rendezvous-ms", times.rendezvous_seconds),
@@ -58,20 +58,20 @@ fn router(spec: &PDDeploymentSpec) -> Vec<Knob> {
         OnPrefillFailure::Fail => "fail",
     };
     vec![
-        knob("policy", policy),
-        knob("on-prefill-failure", on_prefill_failure),
+        knob("policy", &policy),
+        knob("on-prefill-failure", &on_prefill_failure),
         millis("queue-ms", spec.timeouts.queue_seconds),
         millis("request-ms", spec.timeouts.request_seconds),
     ]
 }
 
-fn knob(flag: &'static str, value: impl ToString) -> Knob {
+fn knob(flag: &'static str, value: &impl ToString) -> Knob {
     let value = value.to_string();
     Knob { flag, value }
 }
 
 fn millis(flag: &'static str, seconds: i32) -> Knob {
-    knob(flag, i64::from(seconds) * 1000)
+    knob(flag, &(i64::from(seconds) * 1000))
 }
 
 impl Knob {

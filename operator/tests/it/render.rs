@@ -15,7 +15,7 @@ const OWNER: Owner<'static> = Owner {
 };
 const CONTRACT: &str = "k-3e90aa11bb";
 
-fn spec(more: Value) -> PDDeploymentSpec {
+fn spec(more: &Value) -> PDDeploymentSpec {
     let mut spec = serde_json::json!({"model": {"name": "smollm2", "source": {"pvc": {"claimName": "models", "path": "smollm2/model.gguf"}}}});
     for (key, value) in more.as_object().expect("fields") {
         spec[key] = value.clone();
@@ -64,7 +64,7 @@ fn golden(name: &str, objects: &[Value]) {
 
 #[test]
 fn the_children_of_a_plain_deployment() {
-    let spec = spec(serde_json::json!({}));
+    let spec = spec(&serde_json::json!({}));
     let mut objects = Vec::new();
     for role in [Role::Prefill, Role::Decode] {
         let template = engine::template(&OWNER, &spec, of(role));
@@ -83,7 +83,7 @@ fn the_children_of_a_plain_deployment() {
 
 #[test]
 fn a_pod_takes_all_that_the_spec_says_of_it() {
-    let spec = spec(serde_json::json!({
+    let spec = spec(&serde_json::json!({
         "gpus": {"budget": 8, "resourceName": "example.com/gpu"},
         "decode": {
             "backend": "Cpu", "gpusPerReplica": 4, "parallelism": {"tensor": 2},
@@ -112,7 +112,7 @@ fn a_pod_takes_all_that_the_spec_says_of_it() {
 
 #[test]
 fn a_router_with_keys_reads_them_from_their_secret() {
-    let spec = spec(serde_json::json!({"router": {"apiKeysSecretName": "keys", "service": {"type": "LoadBalancer"}}}));
+    let spec = spec(&serde_json::json!({"router": {"apiKeysSecretName": "keys", "service": {"type": "LoadBalancer"}}}));
     golden(
         "router-with-keys",
         &[
@@ -124,8 +124,8 @@ fn a_router_with_keys_reads_them_from_their_secret() {
 
 #[test]
 fn a_knob_changes_no_template() {
-    let plain = spec(serde_json::json!({}));
-    let tuned = spec(serde_json::json!({
+    let plain = spec(&serde_json::json!({}));
+    let tuned = spec(&serde_json::json!({
         "prefill": {"knobs": {"chunkedPrefillTokens": 512, "maxRunning": 7, "prefixCache": {"mode": "Disabled"}}},
         "decode": {"knobs": {"maxRunning": 9}},
         "router": {"policy": "RoundRobin"},
@@ -154,7 +154,7 @@ fn a_knob_changes_no_template() {
 fn names_stay_dns_labels_with_the_longest_name_of_a_deployment() {
     let name = "a".repeat(tandem_crds::rules::MAX_NAME);
     let owner = Owner { name: &name, ..OWNER };
-    let spec = spec(serde_json::json!({}));
+    let spec = spec(&serde_json::json!({}));
     let template = PodTemplateSpec::default;
     let mut names = vec![
         engine::deployment(&owner, &spec, of(Role::Prefill), template(), 1)
@@ -181,7 +181,7 @@ fn old_and_new_contracts_are_never_behind_one_service() {
     for role in [Role::Prefill, Role::Decode] {
         let template = |contract| {
             let revision = engine::Revision { contract, ..of(role) };
-            engine::template(&OWNER, &spec(serde_json::json!({})), revision)
+            engine::template(&OWNER, &spec(&serde_json::json!({})), revision)
         };
         let selects = |contract: &str, template: PodTemplateSpec| {
             let wanted = network::engines(&OWNER, role, contract)
