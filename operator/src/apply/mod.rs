@@ -54,7 +54,9 @@ pub fn signed(wanted: &Value) -> Value {
 
 /// Ten bytes of SHA-256 in hex: enough to tell two renderings of one object apart.
 fn digest(wanted: &Value) -> String {
-    // The keys of a `Value` are sorted, so that equal values are equal bytes.
+    let mut wanted = wanted.clone();
+    // a feature of serde_json that any crate may switch on decides whether they are sorted already
+    wanted.sort_all_objects();
     let hash = Sha256::digest(wanted.to_string());
     hash.iter().take(10).fold(String::new(), |mut hex, byte| {
         // writing to a string cannot fail

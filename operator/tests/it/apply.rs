@@ -31,6 +31,16 @@ fn what_is_as_it_should_be_is_not_written_again() {
 }
 
 #[test]
+fn the_same_fields_in_another_order_are_an_update() {
+    let mut turned = serde_json::Map::new();
+    let wanted = wanted();
+    for (key, value) in wanted.as_object().unwrap().iter().rev() {
+        turned.insert(key.clone(), value.clone());
+    }
+    assert_eq!(need(Some(&live()), &turned.into()), Need::Nothing);
+}
+
+#[test]
 fn what_is_not_there_is_created() {
     assert_eq!(need(None, &wanted()), Need::Create);
 }
