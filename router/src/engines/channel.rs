@@ -18,6 +18,7 @@ use http_body_util::BodyExt;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::task::JoinError;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::Status;
 use tonic::body::Body;
@@ -29,6 +30,8 @@ use crate::shards::{Shards, here};
 /// One stream that nobody reads (a slow client) fills its own window of 128 KiB, never the connection's.
 const STREAM_WINDOW: u32 = 128 << 10;
 const CONNECTION_WINDOW: u32 = 128 << 20;
+/// Calls that were dropped before their trailers came, whose late frames are known for what they are.
+const DROPPED_STREAMS: usize = 4096;
 /// The head or the trailers of an answer: an error with its details.
 const MAX_HEADERS_BYTES: u32 = 16 << 10;
 
@@ -64,7 +67,11 @@ impl Keep {
 /// Calls go through it, each over the connection of the shard that makes it. Clones share the connections, which end with the last of
 /// them and its calls.
 #[derive(Debug, Clone)]
-pub struct Channel(Arc<[SendRequest<Bytes>]>);
+pub struct Channel {
+    calls: Arc<[SendRequest<Bytes>]>,
+    /// Cancelled when the first of the connections ends.
+    ended: CancellationToken,
+}
 
 /// What opening failed at.
 #[derive(Debug, thiserror::Error)]
@@ -83,17 +90,26 @@ pub enum OpenError {
 impl Channel {
     /// Connects each of `shards` to `endpoint`, host:port.
     pub async fn open(endpoint: &str, keep: Keep, shards: &Shards) -> Result<Self, OpenError> {
+        let ended = CancellationToken::new();
         let connect = |runtime: &Handle| {
-            let task = runtime.spawn(connect(endpoint.to_owned(), keep));
+            let task = runtime.spawn(connect(endpoint.to_owned(), keep, ended.clone()));
             async { AbortOnDropHandle::new(task).await? }
         };
         let all = try_join_all(shards.runtimes().map(connect)).await?;
-        Ok(Self(all.into()))
+        Ok(Self {
+            calls: all.into(),
+            ended,
+        })
+    }
+
+    /// Waits until one of its connections has ended: the calls of that thread would all fail from then on.
+    pub async fn ended(&self) {
+        self.ended.cancelled().await;
     }
 }
 
 /// One connection, on the thread that asks for it.
-async fn connect(endpoint: String, keep: Keep) -> Result<SendRequest<Bytes>, OpenError> {
+async fn connect(endpoint: String, keep: Keep, ended: CancellationToken) -> Result<SendRequest<Bytes>, OpenError> {
     let stream = TcpStream::connect(endpoint).await?;
     stream.set_nodelay(true)?;
     let (calls, connection) = h2::client::Builder::new()
@@ -101,15 +117,18 @@ async fn connect(endpoint: String, keep: Keep) -> Result<SendRequest<Bytes>, Ope
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_header_list_size(MAX_HEADERS_BYTES)
+        .max_concurrent_reset_streams(DROPPED_STREAMS)
+        // a frame that comes for a call dropped long ago is no attack: by default the connection ends after 1,024 of them
+        .max_local_error_reset_streams(None)
         .handshake(stream)
         .await?;
     // owned by the clones and the calls: without any it closes the connection and ends
-    tokio::spawn(drive(connection, keep));
+    tokio::spawn(drive(connection, keep, ended.drop_guard()));
     Ok(calls)
 }
 
 /// Reads and writes until the connection ends or its peer is silent. What still runs on it then fails.
-async fn drive(mut connection: Connection<TcpStream, Bytes>, keep: Keep) {
+async fn drive(mut connection: Connection<TcpStream, Bytes>, keep: Keep, _ended: DropGuard) {
     let Some(pings) = connection.ping_pong() else { return };
     tokio::select! {
         biased;
@@ -131,16 +150,27 @@ impl GrpcService<Body> for Channel {
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let mut calls = self.0[here()].clone();
+        let mut calls = self.calls[here()].clone();
         Box::pin(async move {
             let (head, body) = request.into_parts();
             // no call has more than one message, so it is whole at once
             let message = body.collect().await?.to_bytes();
-            let (answer, mut stream) = calls.send_request(Request::from_parts(head, ()), false)?;
+            let (answer, mut stream) = calls
+                .send_request(Request::from_parts(head, ()), false)
+                .map_err(status)?;
             // both before the connection's task runs: one write
-            stream.send_data(message, true)?;
-            Ok(answer.await?.map(Answer))
+            stream.send_data(message, true).map_err(status)?;
+            Ok(answer.await.map_err(status)?.map(Answer))
         })
+    }
+}
+
+/// What a failure of HTTP/2 means for a call: what the engine said of this stream, or that the connection is no more.
+fn status(error: h2::Error) -> Status {
+    if error.is_reset() && error.is_remote() {
+        error.into()
+    } else {
+        Status::unavailable(error.to_string())
     }
 }
 
@@ -150,16 +180,16 @@ pub struct Answer(RecvStream);
 
 impl http_body::Body for Answer {
     type Data = Bytes;
-    type Error = h2::Error;
+    type Error = Status;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let stream = &mut self.get_mut().0;
         if let Some(data) = ready!(stream.poll_data(cx)) {
-            let data = data?;
-            stream.flow_control().release_capacity(data.len())?;
+            let data = data.map_err(status)?;
+            stream.flow_control().release_capacity(data.len()).map_err(status)?;
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
-        let trailers = ready!(stream.poll_trailers(cx))?;
+        let trailers = ready!(stream.poll_trailers(cx)).map_err(status)?;
         Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers))))
     }
 }

@@ -154,7 +154,7 @@ impl Shared {
         loop {
             let began = Instant::now();
             match self.dial(last.as_deref()).await {
-                Ok((session, loads)) => {
+                Ok((session, loads, channel)) => {
                     let session = Arc::new(session);
                     last = Some(Arc::clone(&session));
                     tracing::info!(
@@ -167,7 +167,7 @@ impl Shared {
                     self.longest.store(session.max_length_tokens(), Ordering::Relaxed);
                     self.set(Link::Up(Arc::clone(&session)));
                     self.gauges.up.set(1);
-                    let reason = self.watch(&session, loads).await;
+                    let reason = self.watch(&session, loads, &channel).await;
                     self.gauges.up.set(0);
                     tracing::warn!(endpoint = self.endpoint, side = self.side.name(), boot = %session.boot, reason, "engine is gone");
                     self.set(Link::Down { reason, probed: None });
@@ -195,7 +195,7 @@ impl Shared {
     }
 
     /// Dials, asks who is there, and waits for its first load report: nothing goes to an engine whose load is unknown.
-    async fn dial(&self, last: Option<&Session>) -> Result<(Session, Streaming<Load>), String> {
+    async fn dial(&self, last: Option<&Session>) -> Result<(Session, Streaming<Load>, Channel), String> {
         let failed = |what: &str, error: &dyn std::error::Error| {
             let mut text = format!("{} {what}: {error}", self.endpoint);
             let mut cause = error.source();
@@ -216,7 +216,7 @@ impl Shared {
             .await
             .map_err(|_| format!("{} cannot be reached within {} s", self.endpoint, DIAL.as_secs()))?
             .map_err(|error| failed("cannot be reached", &error))?;
-        let mut client = EngineClient::with_origin(channel, origin);
+        let mut client = EngineClient::with_origin(channel.clone(), origin);
         let info = tokio::time::timeout(ASK, client.get_info(GetInfoRequest {}))
             .await
             .map_err(|_| format!("{} did not answer GetInfo within {} s", self.endpoint, ASK.as_secs()))?
@@ -245,11 +245,11 @@ impl Shared {
             .map_err(|_| format!("{} sent no load within {} s", self.endpoint, ASK.as_secs()))?
             .map_err(|status| format!("{} refused WatchLoad: {}", self.endpoint, status.message()))?;
         session.report(load.ok_or_else(|| format!("{} closed its load stream", self.endpoint))?);
-        Ok((session, loads))
+        Ok((session, loads, channel))
     }
 
     /// Follows the load until the engine is gone; says why.
-    async fn watch(&self, session: &Session, mut loads: Streaming<Load>) -> String {
+    async fn watch(&self, session: &Session, mut loads: Streaming<Load>, channel: &Channel) -> String {
         loop {
             tokio::select! {
                 load = tokio::time::timeout(SILENCE, loads.message()) => match load {
@@ -266,6 +266,7 @@ impl Shared {
                     Err(_) => return format!("{} reported no load for {} s", self.endpoint, SILENCE.as_secs()),
                     Ok(Err(status)) => return format!("{} was lost: {}", self.endpoint, status.message()),
                 },
+                () = channel.ended() => return format!("{} was lost: a connection to it ended", self.endpoint),
                 () = session.doubted() => return format!("{} failed a request, asking it again", self.endpoint),
             }
         }

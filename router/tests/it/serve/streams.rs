@@ -230,3 +230,18 @@ async fn a_request_outlives_its_time() {
     assert!(decode.calls().iter().all(|call| call.remaining_ms <= 300));
     stack.at_rest(&[&decode]).await;
 }
+
+/// Each answer's call is dropped at its last message, before its trailers have come: a connection outlives thousands of those.
+#[tokio::test]
+async fn a_connection_to_an_engine_ends_after_so_many_answers() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    let before = decode.infos();
+    let answers = futures::stream::iter(0..3_000).map(|_| async { stack.client.stream(json!({})).await });
+    let mut answers = std::pin::pin!(answers.buffer_unordered(8));
+    while let Some(events) = answers.next().await {
+        assert!(events.done && events.text() == "Paris", "{events:?}");
+    }
+    assert_eq!(decode.infos(), before, "it was dialled again");
+    stack.at_rest(&[&decode]).await;
+}
