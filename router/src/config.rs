@@ -2,31 +2,26 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
+use jiff::Timestamp;
 use tandem_telemetry::{LogFormat, TraceFlags};
 
+use crate::flow::Order;
+use crate::flow::traffic::LONGEST;
+use crate::knobs::Knobs;
 use crate::text::ToolFormat;
 
-/// How one of several engines is chosen.
+/// What happens to requests that are not at an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Policy {
-    /// In turn.
-    RoundRobin,
-    /// The less loaded of two drawn at random.
-    LeastLoaded,
-}
-
-/// What happens when a prefill fails before the first token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum OnPrefillFailure {
-    /// The router tries another prefill, or the same again if there is one only.
-    Retry,
-    /// Decode prefills the prompt itself.
-    Recompute,
-    /// The request fails.
-    Fail,
+pub enum Mode {
+    /// They go.
+    Admit,
+    /// They wait for an order of the admin port, and are refused after --traffic-until.
+    Queue,
+    /// They are refused, and told to come again.
+    Reject,
 }
 
 /// How tool calls are found in answers.
@@ -97,21 +92,18 @@ pub struct Config {
     /// Control port of a decode (or unified) engine, HOST:PORT; repeat for more.
     #[arg(long, required = true)]
     pub decode: Vec<String>,
-    /// How one of several engines is chosen.
-    #[arg(long, value_enum, default_value = "least-loaded")]
-    pub policy: Policy,
-    /// What happens when a prefill fails before the first token.
-    #[arg(long, value_enum, default_value = "retry")]
-    pub on_prefill_failure: OnPrefillFailure,
-    /// How long a request may wait for an engine with room.
-    #[arg(long, default_value_t = 60_000)]
-    pub queue_ms: u64,
+    /// What can be changed while it runs.
+    #[command(flatten)]
+    pub knobs: Knobs,
+    /// What happens to requests until an order of the admin port says otherwise.
+    #[arg(long, value_enum, default_value = "admit")]
+    pub traffic: Mode,
+    /// When requests that wait by --traffic queue are refused, as in 2026-01-31T12:00:00Z.
+    #[arg(long, value_name = "RFC3339", required_if_eq("traffic", "queue"))]
+    pub traffic_until: Option<Timestamp>,
     /// How many requests may wait.
     #[arg(long, default_value_t = 1_024)]
     pub queue_limit: usize,
-    /// How long a request may take in all.
-    #[arg(long, default_value_t = 1_800_000)]
-    pub request_ms: u64,
     /// HTTP/2 ping to each engine after this silence, also while idle.
     #[arg(long, default_value_t = 5_000)]
     pub keepalive_interval_ms: u64,
@@ -151,14 +143,19 @@ impl Config {
         self.threads.map_or_else(cores, usize::from)
     }
 
-    /// `--queue-ms`.
-    pub fn queue(&self) -> Duration {
-        Duration::from_millis(self.queue_ms)
-    }
-
-    /// `--request-ms`.
-    pub fn request(&self) -> Duration {
-        Duration::from_millis(self.request_ms)
+    /// `--traffic`, with what is left of the time until `--traffic-until`.
+    pub fn traffic(&self) -> Order {
+        match self.traffic {
+            Mode::Admit => Order::Admit,
+            Mode::Reject => Order::Reject,
+            Mode::Queue => {
+                let rest = self.traffic_until.map(|until| until.duration_since(Timestamp::now()));
+                let rest = rest.and_then(|rest| Duration::try_from(rest).ok()).unwrap_or_default();
+                Order::Queue {
+                    until: Instant::now() + rest.min(LONGEST),
+                }
+            }
+        }
     }
 
     /// `--sse-comment-ms`.
@@ -179,8 +176,6 @@ impl Config {
     /// Refuses what cannot work, by the flag's name.
     pub fn check(&self) -> Result<(), String> {
         let nonzero = [
-            ("--queue-ms", self.queue_ms),
-            ("--request-ms", self.request_ms),
             ("--keepalive-interval-ms", self.keepalive_interval_ms),
             ("--keepalive-timeout-ms", self.keepalive_timeout_ms),
             ("--sse-comment-ms", self.sse_comment_ms),
@@ -191,6 +186,9 @@ impl Config {
         if let Some((flag, _)) = nonzero.iter().find(|(_, value)| *value == 0) {
             return Err(format!("{flag} is 0: give at least 1"));
         }
+        self.knobs
+            .check()
+            .map_err(|(name, detail)| format!("--{} {detail}", name.replace('_', "-")))?;
         if self.max_bodies_bytes < self.max_body_bytes {
             return Err(format!(
                 "--max-bodies-bytes is {}: give at least --max-body-bytes, which is {}",
@@ -227,6 +225,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::knobs::{OnPrefillFailure, Policy};
 
     fn parse(extra: &[&str]) -> Config {
         let base = [
@@ -245,11 +244,11 @@ mod tests {
     fn the_defaults_are_those_of_the_timer_table() {
         let config = parse(&[]);
         assert_eq!(config.check(), Ok(()));
-        assert_eq!(config.policy, Policy::LeastLoaded);
-        assert_eq!(config.on_prefill_failure, OnPrefillFailure::Retry);
+        assert_eq!(config.knobs.policy, Policy::LeastLoaded);
+        assert_eq!(config.knobs.on_prefill_failure, OnPrefillFailure::Retry);
         let times = (
-            config.queue_ms,
-            config.request_ms,
+            config.knobs.queue_ms,
+            config.knobs.request_ms,
             config.sse_comment_ms,
             config.drain_ms,
         );
@@ -262,9 +261,10 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_refused_by_its_name() {
-        let cases: [(&[&str], &str); 8] = [
+        let cases: [(&[&str], &str); 9] = [
             (&["--max-bodies-bytes", "8388607"], "--max-bodies-bytes"),
             (&["--queue-ms", "0"], "--queue-ms"),
+            (&["--request-ms", "604800001"], "--request-ms"),
             (&["--sse-comment-ms", "0"], "--sse-comment-ms"),
             (&["--keepalive-timeout-ms", "5000"], "--keepalive-timeout-ms"),
             (&["--prefill", "nowhere"], "--prefill \"nowhere\""),
@@ -310,6 +310,7 @@ mod tests {
             ("--tls-key=k", "--tls-cert"),
             ("--admin-listen=127.0.0.1:1", "--admin-token-file"),
             ("--admin-token-file=t", "--admin-listen"),
+            ("--traffic=queue", "--traffic-until"),
         ] {
             let base = ["r", "--model-name=m", "--tokenizer=t", "--decode=h:1", given];
             let error = Config::try_parse_from(base).unwrap_err().to_string();

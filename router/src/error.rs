@@ -109,6 +109,9 @@ pub enum RouterError {
     /// No prefill engine can be used.
     #[error("no prefill engine can be used: {0}")]
     NoPrefill(String),
+    /// An order keeps requests from the engines.
+    #[error("this server takes no requests for now: its engines are being changed; try again later")]
+    NotAdmitted,
     /// The router is shutting down.
     #[error("this router is shutting down")]
     Draining,
@@ -227,7 +230,9 @@ impl RouterError {
             Self::NoPath { .. } | Self::UnknownModel { .. } => Class::NotFound,
             Self::Method { .. } => Class::Method,
             Self::QueueFull { .. } | Self::BodiesFull { .. } => Class::Busy,
-            Self::QueueTimeout { .. } | Self::NoDecode(_) | Self::NoPrefill(_) | Self::Draining => Class::Unavailable,
+            Self::QueueTimeout { .. } | Self::NoDecode(_) | Self::NoPrefill(_) | Self::NotAdmitted | Self::Draining => {
+                Class::Unavailable
+            }
             Self::Deadline(_) => Class::Timeout,
             Self::Internal(_) => Class::Internal,
             Self::Engine(failure) => Class::Reason(failure.reason),
@@ -255,6 +260,7 @@ impl RouterError {
             Self::QueueTimeout { .. } => "no_capacity",
             Self::NoDecode(_) => "no_decode_engine",
             Self::NoPrefill(_) => "no_prefill_engine",
+            Self::NotAdmitted => "not_admitted",
             Self::Draining => "draining",
             Self::Deadline(_) => "deadline",
             Self::Internal(_) => "internal",
@@ -282,6 +288,7 @@ impl RouterError {
             | Self::QueueTimeout { .. }
             | Self::NoDecode(_)
             | Self::NoPrefill(_)
+            | Self::NotAdmitted
             | Self::Draining
             | Self::BodyTimeout(_)
             | Self::BodyIncomplete(_) => true,
@@ -304,6 +311,8 @@ impl RouterError {
     /// Seconds after which another try makes sense: with every 429 and 503.
     pub fn retry_after_seconds(&self) -> Option<u32> {
         match self.class().status() {
+            // a change of engines takes its time
+            _ if matches!(self, Self::NotAdmitted) => Some(5),
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => Some(1),
             _ => None,
         }
@@ -376,6 +385,7 @@ pub fn all_codes() -> impl Iterator<Item = &'static str> {
         "queue_full",
         "no_decode_engine",
         "no_prefill_engine",
+        "not_admitted",
     ];
     own.into_iter().chain(all_reasons().map(|(_, m)| m.code))
 }

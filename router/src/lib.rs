@@ -8,6 +8,7 @@
 //! | [`flow`] | a request's way: queue, attempts, events |
 //! | [`http`] | sockets, paths, bodies |
 //! | [`evidence`] | where requests and connections stand, and where their time went |
+//! | [`knobs`] | what can be changed while it runs |
 //! | [`admin`] | the port for those who run it |
 //! | [`error`] | the one error and what it means |
 //! | [`metrics`] | what is counted |
@@ -24,6 +25,7 @@ pub mod error;
 pub mod evidence;
 pub mod flow;
 pub mod http;
+pub mod knobs;
 pub mod metrics;
 pub mod shards;
 pub mod text;
@@ -31,6 +33,7 @@ pub mod text;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use tandem_secrets::{Keys, SecretError, SecretFile, Token, Watched};
 use tandem_telemetry::{Metrics as Exposition, Readiness, State, Traces};
 use tokio::net::TcpListener;
@@ -43,7 +46,7 @@ pub use error::RouterError;
 use api::prepare::TextWork;
 use engines::Engines;
 use evidence::Registry;
-use flow::{Flow, Queue};
+use flow::{Flow, Order, Queue, Traffic};
 use http::App;
 use http::body::Budget;
 use http::probe::Probe;
@@ -129,10 +132,10 @@ impl Router {
         let flow = Arc::new(Flow {
             engines: Engines::start(&config, &metrics, &shards),
             queue: Queue::new(config.queue_limit),
+            traffic: Traffic::new(config.traffic(), &metrics),
             text: Arc::clone(&text),
             metrics: Arc::clone(&metrics),
-            on_prefill_failure: config.on_prefill_failure,
-            queue_time: config.queue(),
+            knobs: ArcSwap::from_pointee(config.knobs),
         });
         let watcher = tokio::spawn(follow(Arc::clone(&flow), readiness.clone()));
         let app = Arc::new(App {
@@ -242,15 +245,21 @@ impl Locks {
     }
 }
 
-/// Keeps the readiness what the engines make it.
+/// Keeps the readiness what the engines make it. While an order keeps requests from the engines, the router is ready without any:
+/// whoever holds requests back, or says when to come back, must be reached.
 async fn follow(flow: Arc<Flow>, readiness: Readiness) {
-    let mut links = flow.engines.changed().links.subscribe();
+    let (mut links, mut orders) = (flow.engines.changed().links.subscribe(), flow.traffic.orders());
     loop {
-        readiness.set(match flow.engines.usable(flow.recompute()) {
-            Ok(()) => State::Ready,
-            Err(reason) => State::Waiting { reason },
+        let kept = *orders.borrow_and_update() != Order::Admit;
+        readiness.set(match flow.engines.usable(flow.knobs().recompute()) {
+            Err(reason) if !kept => State::Waiting { reason },
+            _ => State::Ready,
         });
-        if links.changed().await.is_err() {
+        let told = tokio::select! {
+            told = links.changed() => told,
+            told = orders.changed() => told,
+        };
+        if told.is_err() {
             return;
         }
     }

@@ -13,6 +13,7 @@ use tandem_wire::reason::meaning;
 
 use crate::error::{all_codes, all_reasons};
 use crate::evidence::{ConnectionsByState, Registry};
+use crate::flow::Order;
 
 /// `code` of a request that was answered.
 pub const OK: &str = "ok";
@@ -84,6 +85,11 @@ struct InPhase {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InMode {
+    mode: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Upstream {
     role: &'static str,
     endpoint: String,
@@ -102,8 +108,10 @@ pub struct Metrics {
     upstream_occupied: Family<Upstream, Gauge>,
     /// Requests whose answer is not complete.
     pub in_flight: Gauge,
-    /// Requests that wait for an engine with room.
+    /// Requests that wait for an engine with room, or are held back.
     pub queue_depth: Gauge,
+    /// Whether requests go to the engines, and how many are there.
+    pub traffic: TrafficGauges,
     /// Tokens of prompts that were answered.
     pub prompt_tokens: Counter,
     /// Of those, found in a prefix cache.
@@ -176,6 +184,7 @@ impl Metrics {
             upstream_occupied: Family::default(),
             in_flight: Gauge::default(),
             queue_depth: Gauge::default(),
+            traffic: TrafficGauges::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
             completion_tokens: Counter::default(),
@@ -242,8 +251,18 @@ impl Metrics {
             registry.register_collector(Box::new(ConnectionsByState(Arc::clone(evidence))));
             registry.register(
                 "queue_depth",
-                "Requests that wait for an engine with room",
+                "Requests that wait for an engine with room, or are held back",
                 m.queue_depth.clone(),
+            );
+            registry.register(
+                "at_engines",
+                "Requests that are with engines",
+                m.traffic.at_engines.clone(),
+            );
+            registry.register(
+                "traffic",
+                "1 for what happens to requests now: admit, queue or reject",
+                m.traffic.order.clone(),
             );
             registry.register(
                 "prompt_tokens",
@@ -325,6 +344,24 @@ pub struct EngineGauges {
     pub in_flight: Gauge,
     /// Requests there, whoever sent them, by its last report.
     pub occupied: Gauge,
+}
+
+/// What is shown of traffic.
+#[derive(Debug, Clone, Default)]
+pub struct TrafficGauges {
+    /// Requests that are with engines.
+    pub at_engines: Gauge,
+    order: Family<InMode, Gauge>,
+}
+
+impl TrafficGauges {
+    /// This is the order in force.
+    pub fn say(&self, order: Order) {
+        for mode in Order::MODES {
+            let now = i64::from(mode == order.mode());
+            self.order.get_or_create(&InMode { mode }).set(now);
+        }
+    }
 }
 
 /// One of something, for as long as it lives.

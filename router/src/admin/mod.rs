@@ -5,13 +5,17 @@
 //! | `GET /admin/endpoints` | each engine: who it is and how it stands |
 //! | `GET /admin/loads` | each engine's load by its last report |
 //! | `GET /admin/connections` | each client connection: what it waits for, and where its time went; the slowest requests of late |
+//! | `GET`, `POST /admin/traffic` | whether requests go to the engines, how many are there and how many wait; changes it |
+//! | `GET`, `POST /admin/knobs` | what can be changed while the router runs; changes it |
 //! | `POST /admin/flush` | drops the prefix caches of all engines |
 //! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
 //!
-//! [`orders`] passes orders to the engines' own admin ports, [`views`] and [`connections`] are what is shown.
+//! [`orders`] passes orders to the engines' own admin ports, [`traffic`] takes those to this router, [`views`] and [`connections`]
+//! are what is shown.
 
 mod connections;
 mod orders;
+mod traffic;
 mod views;
 
 use std::convert::Infallible;
@@ -33,7 +37,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::error::{Locked, RouterError};
 use crate::evidence::{Connection, Registry};
 use crate::http::App;
-use crate::http::body::{Answer, Budget, read};
+use crate::http::body::{Answer, Budget, Held, read};
 use crate::http::routes::{REQUEST_ID, json, presented, refusal, request_id, turn_away};
 use crate::http::socket::Socket;
 
@@ -147,6 +151,8 @@ enum Path {
     Endpoints,
     Loads,
     Connections,
+    Traffic,
+    Knobs,
     Flush,
     Drain,
     Resume,
@@ -167,14 +173,39 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
         Path::Loads => Ok(shown(StatusCode::OK, &views::loads(engines))),
         Path::Connections => Ok(shown(StatusCode::OK, &connections::view(&admin.app.evidence))),
         Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
+        Path::Traffic => {
+            let flow = &admin.app.flow;
+            if request.method() == Method::POST {
+                let order = traffic::read(&body(request).await?.bytes)?;
+                flow.traffic.take(order);
+                tracing::info!(?order, "traffic");
+            }
+            Ok(shown(StatusCode::OK, &traffic::view(flow)))
+        }
+        Path::Knobs => {
+            let flow = &admin.app.flow;
+            if request.method() == Method::POST {
+                let order = body(request).await?;
+                // nothing is waited for between the two: no other order comes in between
+                let knobs = flow.knobs().changed(&order.bytes)?;
+                flow.knobs.store(Arc::new(knobs));
+                flow.engines.changed().link();
+                tracing::info!(?knobs, "knobs");
+            }
+            Ok(shown(StatusCode::OK, &flow.knobs()))
+        }
         Path::Drain | Path::Resume => {
-            let (parts, body) = request.into_parts();
-            // not of the budget of the clients' bodies: an order must come through while those are many
-            let held = read(&parts.headers, body, MAX_BODY_BYTES, &Budget::new(MAX_BODY_BYTES)).await?;
+            let held = body(request).await?;
             let order = orders::Order::read(&held.bytes, matches!(path, Path::Resume))?;
             Ok(outcome(&orders::drain(engines, &token, &order).await?))
         }
     }
+}
+
+async fn body(request: Request<Incoming>) -> Result<Held, RouterError> {
+    let (parts, body) = request.into_parts();
+    // not of the budget of the clients' bodies: an order must come through while those are many
+    read(&parts.headers, body, MAX_BODY_BYTES, &Budget::new(MAX_BODY_BYTES)).await
 }
 
 impl Admin {
@@ -188,13 +219,15 @@ impl Admin {
 }
 
 fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
-    let (path, method, allow) = match request.uri().path() {
-        "/admin/endpoints" => (Path::Endpoints, Method::GET, "GET"),
-        "/admin/loads" => (Path::Loads, Method::GET, "GET"),
-        "/admin/connections" => (Path::Connections, Method::GET, "GET"),
-        "/admin/flush" => (Path::Flush, Method::POST, "POST"),
-        "/admin/drain" => (Path::Drain, Method::POST, "POST"),
-        "/admin/resume" => (Path::Resume, Method::POST, "POST"),
+    let (path, allow) = match request.uri().path() {
+        "/admin/endpoints" => (Path::Endpoints, "GET"),
+        "/admin/loads" => (Path::Loads, "GET"),
+        "/admin/connections" => (Path::Connections, "GET"),
+        "/admin/traffic" => (Path::Traffic, "GET, POST"),
+        "/admin/knobs" => (Path::Knobs, "GET, POST"),
+        "/admin/flush" => (Path::Flush, "POST"),
+        "/admin/drain" => (Path::Drain, "POST"),
+        "/admin/resume" => (Path::Resume, "POST"),
         other => {
             return Err(RouterError::NoPath {
                 method: request.method().to_string(),
@@ -202,7 +235,7 @@ fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
             });
         }
     };
-    if *request.method() == method {
+    if allow.split(", ").any(|method| request.method() == method) {
         return Ok(path);
     }
     Err(RouterError::Method {

@@ -2,7 +2,7 @@
 //! cores: a long prompt delays nobody's tokens.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::sync::Semaphore;
 
@@ -12,7 +12,8 @@ use super::sampling::sampling;
 use super::tools::Tools;
 use crate::error::RouterError;
 use crate::flow::Spec;
-use crate::flow::spec::fit;
+use crate::flow::spec::{Asker, fit};
+use crate::knobs::Knobs;
 use crate::metrics::{Endpoint, Metrics, Phase};
 use crate::text::stop::StopScanner;
 use crate::text::{ChatInput, Text};
@@ -36,8 +37,8 @@ pub struct Limits {
     pub model: String,
     /// Longest prompt with answer, as far as is known.
     pub max_length_tokens: Option<u32>,
-    /// Time for the whole request.
-    pub time: Duration,
+    /// What is in force.
+    pub knobs: Knobs,
 }
 
 impl Limits {
@@ -147,7 +148,7 @@ impl TextWork {
         };
         let done = tokio::time::timeout_at(deadline.into(), done)
             .await
-            .map_err(|_| RouterError::Deadline(limits.time))?
+            .map_err(|_| RouterError::Deadline(limits.knobs.request()))?
             .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
         self.metrics.phase(Phase::Text, came.elapsed().as_secs_f64());
         done
@@ -302,7 +303,8 @@ impl Template {
                 request_id: origin.request_id,
                 endpoint,
                 came: origin.came,
-                deadline: origin.came + limits.time,
+                knobs: limits.knobs,
+                deadline: origin.came + limits.knobs.request(),
                 prompt: Arc::default(),
                 sampling: sampling(&common, vocabulary)?,
                 max_new_tokens: common.max_tokens,
@@ -313,6 +315,7 @@ impl Template {
                 calls: None,
                 show_special_tokens: !common.skip_special_tokens,
                 streamed: common.stream,
+                asker: Asker::Client,
             },
             n: common.n as usize,
             stream: common.stream,
@@ -378,7 +381,10 @@ fn check_stop_tokens(ids: &[u32], vocabulary: usize) -> Result<(), RouterError> 
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::knobs::{OnPrefillFailure, Policy};
 
     #[tokio::test]
     async fn waiting_for_the_tokenizer_has_no_end() {
@@ -392,7 +398,12 @@ mod tests {
         let limits = Limits {
             model: "tiny".into(),
             max_length_tokens: None,
-            time: Duration::from_millis(20),
+            knobs: Knobs {
+                policy: Policy::LeastLoaded,
+                on_prefill_failure: OnPrefillFailure::Retry,
+                queue_ms: 20,
+                request_ms: 20,
+            },
         };
         let origin = Origin {
             request_id: "r".into(),

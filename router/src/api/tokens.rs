@@ -61,7 +61,7 @@ impl TextWork {
         };
         let (bound, max_model_len) = (self.bound(limits, endpoint), limits.max_length_tokens);
         let answer = self
-            .run(origin.came + limits.time, limits, move |text| {
+            .run(origin.came + limits.knobs.request(), limits, move |text| {
                 let rendered = match &body.messages {
                     Some(messages) => text.render_chat(&ChatInput {
                         tools: body.tools.as_ref(),
@@ -95,7 +95,7 @@ impl TextWork {
             .map_or(Ok(()), |asked| limits.check_model(asked))?;
         let tokens = body.tokens.ok_or_else(|| RouterError::field("tokens", "missing"))?;
         let prompt = self
-            .run(origin.came + limits.time, limits, move |text| {
+            .run(origin.came + limits.knobs.request(), limits, move |text| {
                 check_ids("tokens", &tokens, text.vocabulary().len())?;
                 Ok(text.decode(&tokens, false)?)
             })

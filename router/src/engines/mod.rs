@@ -24,7 +24,8 @@ use tokio::sync::{Notify, watch};
 pub use session::{Leg, Session, Verdict};
 pub use worker::{Link, Worker};
 
-use crate::config::{Config, Policy};
+use crate::config::Config;
+use crate::knobs::{Knobs, Policy};
 use crate::metrics::Metrics;
 use crate::shards::Shards;
 use select::{Candidate, Chosen};
@@ -53,7 +54,6 @@ impl Side {
 pub struct Engines {
     decodes: Vec<Worker>,
     prefills: Vec<Worker>,
-    policy: Policy,
     turn: [AtomicU64; 2],
     changed: Arc<Changed>,
 }
@@ -68,7 +68,8 @@ pub struct Changed {
 }
 
 impl Changed {
-    fn link(&self) {
+    /// An engine came or went, or what is asked of them has changed.
+    pub fn link(&self) {
         self.links.send_replace(());
         self.room.notify_one();
     }
@@ -174,7 +175,6 @@ impl Engines {
         Self {
             decodes: start(Side::Decode, &config.decode),
             prefills: start(Side::Prefill, &config.prefill),
-            policy: config.policy,
             turn: [AtomicU64::new(0), AtomicU64::new(0)],
             changed,
         }
@@ -190,8 +190,9 @@ impl Engines {
         &self.changed
     }
 
-    /// Looks for a pair and takes it. `recompute`: without any usable prefill engine, decode prefills by itself.
-    pub fn look(&self, need: &Need, avoid: &Avoid, recompute: bool) -> Look {
+    /// Looks for a pair and takes it.
+    pub fn look(&self, need: &Need, avoid: &Avoid, knobs: &Knobs) -> Look {
+        let (policy, recompute) = (knobs.policy, knobs.recompute());
         let now = Instant::now();
         let decodes = Self::able(&self.decodes, need);
         if decodes.is_empty() {
@@ -208,7 +209,7 @@ impl Engines {
         if candidates.is_empty() {
             return Look::NoPrefill;
         }
-        let decode = match self.choose(Side::Decode, &candidates) {
+        let decode = match self.choose(Side::Decode, policy, &candidates) {
             Chosen::One(at) => Arc::clone(candidates[at].what),
             Chosen::Full(until) => return Look::Full(until),
         };
@@ -230,7 +231,7 @@ impl Engines {
         let candidates: Vec<_> = mates
             .map(|(session, tokens)| Self::candidate(session, *tokens, need, avoid, now))
             .collect();
-        match self.choose(Side::Prefill, &candidates) {
+        match self.choose(Side::Prefill, policy, &candidates) {
             Chosen::One(at) => Look::Pair(Box::new(Lease {
                 decode: Leg::take(decode, &self.changed),
                 prefill: Some(Leg::take(Arc::clone(candidates[at].what), &self.changed)),
@@ -277,10 +278,10 @@ impl Engines {
         }
     }
 
-    fn choose(&self, side: Side, candidates: &[Candidate<'_, Arc<Session>>]) -> Chosen {
+    fn choose(&self, side: Side, policy: Policy, candidates: &[Candidate<'_, Arc<Session>>]) -> Chosen {
         let turn = &self.turn[side as usize];
         select::choose(
-            self.policy,
+            policy,
             candidates,
             || turn.fetch_add(1, Ordering::Relaxed),
             rand::random,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::config::Policy;
+use crate::knobs::Policy;
 
 /// One engine that is up.
 #[derive(Debug, Clone, Copy)]

@@ -15,6 +15,8 @@ pub enum Stage {
     Body,
     /// Template and tokenizer.
     Text,
+    /// Another order on traffic: requests are held back.
+    Held,
     /// An engine with room, in the router's queue.
     Queue,
     /// The decode engine, to say that it has the request.
@@ -33,10 +35,11 @@ pub enum Stage {
 
 impl Stage {
     /// All of them, in order of precedence.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Client,
         Self::Body,
         Self::Text,
+        Self::Held,
         Self::Queue,
         Self::Accept,
         Self::PrefillQueue,
@@ -52,6 +55,7 @@ impl Stage {
             Self::Client => "client",
             Self::Body => "body",
             Self::Text => "text",
+            Self::Held => "held",
             Self::Queue => "queue",
             Self::Accept => "accept",
             Self::PrefillQueue => "prefill_queue",
@@ -228,7 +232,7 @@ mod tests {
     proptest! {
         /// However choices come, move and go: no time is lost, none is counted twice.
         #[test]
-        fn the_times_of_all_stages_are_the_age(moves in prop::collection::vec((0..4usize, 0..10usize, 0..3u8), 1..60)) {
+        fn the_times_of_all_stages_are_the_age(moves in prop::collection::vec((0..4usize, 0..Stage::ALL.len(), 0..3u8), 1..60)) {
             let ledger = Arc::new(Ledger::default());
             let began = Instant::now();
             let own = Stay::enter(&ledger, Stage::Body);

@@ -14,9 +14,10 @@ use tonic::Streaming;
 use super::Flow;
 use super::piece::{Piece, Waiting};
 use super::progress::Progress;
-use super::queue::Ticket;
-use super::spec::{Spec, fit};
+use super::queue::{Admitted, Asking, Ticket};
+use super::spec::{Asker, Spec, fit};
 use super::together::Part;
+use super::traffic::Pass;
 use super::verdict::{MAX_ATTEMPTS, Met};
 use crate::engines::{Avoid, Lease, Leg, Need, Prefer, Side, Verdict};
 use crate::error::RouterError;
@@ -144,6 +145,7 @@ struct Running {
     // first, so that the stream goes before the places at the engines do
     events: Streaming<GenerateEvent>,
     lease: Box<Lease>,
+    _pass: Option<Pass>,
     /// On the prefill engine whose work the end of the call tells about.
     unjudged: Option<Verdict>,
 }
@@ -210,7 +212,7 @@ impl Choice {
             self.prefer = follow.turn().await;
         }
         let waits = Instant::now();
-        let until = (waits + self.flow.queue_time.saturating_sub(self.waited)).min(self.spec.deadline);
+        let until = (waits + self.spec.knobs.queue().saturating_sub(self.waited)).min(self.spec.deadline);
         let need = Need {
             prompt_tokens: self.spec.prompt.len() as u32,
             new_tokens: self.spec.max_new_tokens,
@@ -219,10 +221,24 @@ impl Choice {
         };
         // whom it follows was admitted, and it with that
         let again = self.calls > 0 || self.follows;
-        let admitted = self.flow.admit(self.ticket, &need, &self.avoid, again, until).await;
+        let asking = Asking {
+            ticket: self.ticket,
+            need: &need,
+            avoid: &self.avoid,
+            knobs: &self.spec.knobs,
+            again,
+            exempt: self.spec.asker == Asker::Probe,
+            until,
+            stay: self.stay.as_mut(),
+        };
+        let admitted = self.flow.admit(asking).await;
         self.waited += waits.elapsed();
-        let lease = match admitted {
-            Ok(lease) => lease,
+        let (lease, pass) = match admitted {
+            Ok(Admitted { lease, pass, held }) => {
+                self.waited -= held;
+                self.spec.deadline += held;
+                (lease, pass)
+            }
             Err(RouterError::QueueTimeout { .. }) => {
                 return Some(Event::Failed(RouterError::QueueTimeout { waited: self.waited }));
             }
@@ -258,11 +274,15 @@ impl Choice {
                 self.state = State::Running(Box::new(Running {
                     events: events.into_inner(),
                     lease,
+                    _pass: pass,
                     unjudged: None,
                 }));
                 None
             }
-            Err(status) => self.broke(lease, &status).await,
+            Err(status) => {
+                drop(pass);
+                self.broke(lease, &status).await
+            }
         }
     }
 
@@ -298,7 +318,7 @@ impl Choice {
     }
 
     fn request(&self, lease: &Lease, max_new_tokens: u32) -> GenerateRequest {
-        let on_prefill_failure = if self.flow.recompute() {
+        let on_prefill_failure = if self.spec.knobs.recompute() {
             proto::OnPrefillFailure::Recompute
         } else {
             proto::OnPrefillFailure::Fail
@@ -388,7 +408,7 @@ impl Choice {
         let Some(mut leg) = lease.prefill.take() else {
             return;
         };
-        if self.flow.recompute() {
+        if self.spec.knobs.recompute() {
             // decode may have done the work in its stead, and says so only at the end
             running.unjudged = Some(leg.leave());
         } else {
@@ -534,7 +554,7 @@ impl Choice {
             _ => {}
         }
         let delivered = self.spoken && self.spec.streamed;
-        let again = met.again(self.flow.on_prefill_failure, self.attempts, delivered);
+        let again = met.again(self.spec.knobs.on_prefill_failure, self.attempts, delivered);
         self.span.fail(failure.meaning().code, || failure.to_string());
         tracing::info!(
             request_id = self.spec.request_id,

@@ -3,6 +3,7 @@
 //! | room | purpose |
 //! | --- | --- |
 //! | [`queue`] | the one queue: first come, first served, bounded in length and time |
+//! | [`traffic`] | whether requests may go to the engines at all |
 //! | [`verdict`] | what a failure means: whose fault, whether to try again |
 //! | [`together`] | several choices of one prompt |
 //! | [`piece`] | text with the tokens that it was made of |
@@ -18,6 +19,7 @@ pub mod progress;
 pub mod queue;
 pub mod spec;
 pub mod together;
+pub mod traffic;
 pub mod verdict;
 
 pub use choice::{Choice, Done, Event, Finish};
@@ -26,12 +28,14 @@ pub use progress::Progress;
 pub use queue::Queue;
 pub use spec::Spec;
 pub use together::Part;
+pub use traffic::{Order, Traffic};
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::config::OnPrefillFailure;
+use arc_swap::ArcSwap;
+
 use crate::engines::Engines;
+use crate::knobs::Knobs;
 use crate::metrics::Metrics;
 use crate::text::Text;
 
@@ -42,19 +46,19 @@ pub struct Flow {
     pub engines: Engines,
     /// The queue before them.
     pub queue: Queue,
+    /// Whether requests go from there to them.
+    pub traffic: Traffic,
     /// The model's text side.
     pub text: Arc<Text>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
-    /// `--on-prefill-failure`.
-    pub on_prefill_failure: OnPrefillFailure,
-    /// `--queue-ms`.
-    pub queue_time: Duration,
+    /// What can be changed.
+    pub knobs: ArcSwap<Knobs>,
 }
 
 impl Flow {
-    /// May decode prefill by itself where prefill fails or is missing?
-    pub fn recompute(&self) -> bool {
-        self.on_prefill_failure == OnPrefillFailure::Recompute
+    /// The knobs in force.
+    pub fn knobs(&self) -> Knobs {
+        **self.knobs.load()
     }
 }

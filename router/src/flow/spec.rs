@@ -6,8 +6,18 @@ use std::time::Instant;
 use tandem_wire::proto;
 
 use crate::error::RouterError;
+use crate::knobs::Knobs;
 use crate::metrics::Endpoint;
 use crate::text::ToolFormat;
+
+/// Who asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Asker {
+    /// A client.
+    Client,
+    /// A probe, which goes to the engines whatever the order on traffic is.
+    Probe,
+}
 
 /// What is asked for.
 #[derive(Debug, Clone)]
@@ -18,6 +28,8 @@ pub struct Spec {
     pub endpoint: Endpoint,
     /// When it came.
     pub came: Instant,
+    /// What was in force when it came.
+    pub knobs: Knobs,
     /// When its time is over.
     pub deadline: Instant,
     /// The prompt's ids.
@@ -40,6 +52,8 @@ pub struct Spec {
     pub show_special_tokens: bool,
     /// The client sees each piece as it comes.
     pub streamed: bool,
+    /// Who asks.
+    pub asker: Asker,
 }
 
 /// How many new tokens `spec` may have where prompt and answer together have at most `max_length_tokens`.

@@ -2,8 +2,8 @@
 
 use tandem_wire::{Failure, Reason, Source};
 
-use crate::config::OnPrefillFailure;
 use crate::engines::Side;
+use crate::knobs::OnPrefillFailure;
 
 /// Attempts of one request, the first included. Waiting for room is no attempt.
 pub const MAX_ATTEMPTS: u32 = 3;

@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::{Stream, StreamExt};
 use http::header::{self, HeaderName, HeaderValue};
@@ -19,6 +20,7 @@ use crate::api::chunks::{self, Chunks};
 use crate::api::prepare::Prepared;
 use crate::api::request::{ChatBody, CompletionBody};
 use crate::error::RouterError;
+use crate::evidence::Stage;
 use crate::flow::together::seed;
 use crate::flow::{Choice, Done, Event, Part, Piece, Progress, Spec};
 use crate::metrics::Endpoint;
@@ -94,6 +96,11 @@ struct Run {
     most_calls: usize,
     // both are made once: made anew for each event, they would be put into their lists and taken out for each token
     deadline: Pin<Box<Sleep>>,
+    /// When its time is over, the time aside in which it is held back.
+    ends: Instant,
+    /// How long that is.
+    time: Duration,
+    progress: Arc<Progress>,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
     app: Arc<App>,
 }
@@ -110,6 +117,7 @@ impl Run {
         let choices = specs.len() * n;
         let calls = specs.first().and_then(|spec| spec.calls);
         let deadline = specs.first().map_or_else(Instant::now, |spec| spec.deadline.into());
+        let time = specs.first().map_or(Duration::ZERO, |spec| spec.knobs.request());
         let mut all = Vec::with_capacity(choices);
         for spec in specs {
             for (at, part) in Part::of(n).into_iter().enumerate() {
@@ -131,6 +139,9 @@ impl Run {
             calls,
             most_calls,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
+            ends: deadline,
+            time,
+            progress: Arc::clone(progress),
             cut: Box::pin(app.cut.clone().cancelled_owned()),
             app: Arc::clone(app),
         })
@@ -138,15 +149,24 @@ impl Run {
 
     /// The next event; a failure of any choice is one of the request.
     async fn next(&mut self) -> Result<(usize, Event), RouterError> {
-        tokio::select! {
-            biased;
-            event = self.events.next() => match event {
-                Some((_, Event::Failed(error))) => Err(error),
-                Some(event) => Ok(event),
-                None => Err(RouterError::Internal("a choice ended without its last event".into())),
-            },
-            () = &mut self.deadline => Err(RouterError::Deadline(self.app.config.request())),
-            () = &mut self.cut => Err(RouterError::Draining),
+        loop {
+            return tokio::select! {
+                biased;
+                event = self.events.next() => match event {
+                    Some((_, Event::Failed(error))) => Err(error),
+                    Some(event) => Ok(event),
+                    None => Err(RouterError::Internal("a choice ended without its last event".into())),
+                },
+                () = &mut self.deadline => {
+                    let ends = self.ends + self.progress.ledger().spent(std::time::Instant::now())[Stage::Held];
+                    if ends > Instant::now() {
+                        self.deadline.as_mut().reset(ends);
+                        continue;
+                    }
+                    Err(RouterError::Deadline(self.time))
+                }
+                () = &mut self.cut => Err(RouterError::Draining),
+            };
         }
     }
 

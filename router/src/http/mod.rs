@@ -71,7 +71,7 @@ impl App {
         Limits {
             model: self.config.model_name.clone(),
             max_length_tokens: engines.zip(own).map(|(a, b)| a.min(b)).or(engines).or(own),
-            time: self.config.request(),
+            knobs: self.flow.knobs(),
         }
     }
 }

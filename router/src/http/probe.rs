@@ -16,6 +16,7 @@ use super::account::Account;
 use super::body::Answer;
 use super::{App, routes};
 use crate::error::RouterError;
+use crate::flow::spec::Asker;
 use crate::flow::{Choice, Event, Part, Spec};
 use crate::metrics::Endpoint;
 use crate::text::{Text, TextError};
@@ -98,6 +99,7 @@ async fn tokens(app: &Arc<App>, account: &Account) -> Result<(), RouterError> {
         request_id: account.request_id.clone(),
         endpoint: Endpoint::Other,
         came: account.came,
+        knobs: app.flow.knobs(),
         deadline: Instant::now() + LIMIT,
         prompt: Arc::clone(&app.probe.prompt),
         sampling: Sampling {
@@ -112,6 +114,7 @@ async fn tokens(app: &Arc<App>, account: &Account) -> Result<(), RouterError> {
         show_special_tokens: false,
         calls: None,
         streamed: true,
+        asker: Asker::Probe,
     };
     let choice = Choice::new(Arc::clone(&app.flow), spec, Part::Alone, Arc::clone(&account.progress))?;
     let mut events = choice.events().boxed();

@@ -148,6 +148,10 @@ async fn without_the_token_nothing_is_shown_and_no_engine_is_told_anything() {
         for (method, path) in [
             ("GET", "/admin/endpoints"),
             ("GET", "/admin/loads"),
+            ("GET", "/admin/traffic"),
+            ("POST", "/admin/traffic"),
+            ("GET", "/admin/knobs"),
+            ("POST", "/admin/knobs"),
             ("POST", "/admin/flush"),
             ("POST", "/admin/drain"),
             ("POST", "/admin/resume"),

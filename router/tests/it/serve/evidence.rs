@@ -13,13 +13,14 @@ use super::engine::{self, Mock, Shape, Step};
 use super::stack::{Stack, stack};
 
 const TOKEN: &str = "token-0123456789abcdef";
-const STATES: [&str; 13] = [
+const STATES: [&str; 14] = [
     "blocked",
     "reading",
     "idle",
     "client",
     "body",
     "text",
+    "held",
     "queue",
     "accept",
     "prefill_queue",

@@ -11,6 +11,7 @@ mod engine;
 mod evidence;
 mod failures;
 mod keys;
+mod knobs;
 mod logprobs;
 mod parameters;
 mod queueing;
@@ -22,6 +23,7 @@ mod streams;
 mod surface;
 mod tls;
 mod tokens;
+mod traffic;
 
 use std::time::Duration;
 

@@ -1,12 +1,13 @@
 //! A router in this process, in front of scripted engines.
 
 use clap::Parser;
+use serde_json::Value;
 use tandem_router::shards::Shards;
 use tandem_router::{Config, Router};
 use tandem_telemetry::{Metrics, Readiness, State, Traces};
 
 use super::PATIENCE;
-use super::client::Client;
+use super::client::{Answer, Client};
 use super::engine::{Mock, tokenizer};
 
 pub struct Stack {
@@ -133,6 +134,82 @@ impl Stack {
                 self.reaches(&format!("tandem_router_upstream_in_flight{labels}"), 0)
                     .await;
             }
+        }
+    }
+}
+
+/// A router with an admin port.
+pub struct Governed {
+    pub stack: Stack,
+    _token: tempfile::NamedTempFile,
+}
+
+const TOKEN: &str = "token-0123456789abcdef";
+
+impl Governed {
+    /// Once its engines are up.
+    pub async fn start(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Self {
+        let (token, flags) = Self::flags(flags);
+        let flags: Vec<_> = flags.iter().map(String::as_str).collect();
+        Self {
+            stack: stack(prefills, decodes, &flags).await,
+            _token: token,
+        }
+    }
+
+    /// The same without waiting.
+    pub async fn cold(prefills: &[&Mock], decodes: &[&Mock], flags: &[&str]) -> Self {
+        let (token, flags) = Self::flags(flags);
+        let flags: Vec<_> = flags.iter().map(String::as_str).collect();
+        Self {
+            stack: cold(prefills, decodes, &flags).await,
+            _token: token,
+        }
+    }
+
+    fn flags(flags: &[&str]) -> (tempfile::NamedTempFile, Vec<String>) {
+        let token = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(token.path(), TOKEN).unwrap();
+        let mut flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        flags.push("--admin-listen=127.0.0.1:0".into());
+        flags.push(format!("--admin-token-file={}", token.path().display()));
+        (token, flags)
+    }
+
+    pub async fn get(&self, path: &str) -> Value {
+        let url = format!("http://{}{path}", self.stack.router.admin_addr().unwrap());
+        let request = self.stack.client.http.get(url).bearer_auth(TOKEN);
+        Client::read(request.send().await.unwrap()).await.json()
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Answer {
+        let url = format!("http://{}{path}", self.stack.router.admin_addr().unwrap());
+        let request = self.stack.client.http.post(url).bearer_auth(TOKEN).json(body);
+        Client::read(request.send().await.unwrap()).await
+    }
+
+    /// An order that is taken; gives the acknowledgement.
+    pub async fn order(&self, path: &str, body: Value) -> Value {
+        let answer = self.post(path, &body).await;
+        assert_eq!(answer.status, 200, "{body}: {}", answer.text);
+        answer.json()
+    }
+
+    /// Waits until a view has these values.
+    pub async fn shows(&self, path: &str, wanted: Value) {
+        let began = std::time::Instant::now();
+        loop {
+            let view = self.get(path).await;
+            if wanted
+                .as_object()
+                .unwrap()
+                .iter()
+                .all(|(field, value)| view[field] == *value)
+            {
+                return;
+            }
+            assert!(began.elapsed() < PATIENCE, "{path} never shows {wanted}: {view}");
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
         }
     }
 }
