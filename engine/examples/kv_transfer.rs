@@ -19,6 +19,7 @@ use tandem_engine::transfer::{KeepAlive, PullRequest, Puller, PullerConfig, Time
 use tandem_telemetry::{Metrics, Readiness, Traces};
 use tandem_wire::frame::{checksum, spans};
 use tandem_wire::layout::KvDtype;
+use tandem_wire::phase::Phase;
 use tandem_wire::proto;
 use tandem_wire::proto::kv_transfer_client::KvTransferClient;
 use tandem_wire::proto::kv_transfer_server::{KvTransfer, KvTransferServer};
@@ -242,6 +243,7 @@ impl HandOff {
             },
             remaining: Some(Duration::from_mins(1)),
             request_id: "bench".to_owned(),
+            stay: self.scheduler.inflight().enter(Phase::Accept),
             trace: tandem_telemetry::TraceParent::default(),
         };
         Ok(self.puller.pull(request, |_| {}).await?.moved_bytes)

@@ -8,6 +8,7 @@
 //! | [`reason`] | the one table from a reason to gRPC status, HTTP status and retryable |
 //! | [`state`] | the states of a transfer and their one transition function |
 //! | [`layout`] | what a token's KV consists of, as a value |
+//! | [`phase`] | what a request waits for, by name |
 //! | [`frame`] | how KV is cut into frames, the checksum and the digest that proves completion |
 //!
 //! No policy lives here, and no I/O.
@@ -16,6 +17,7 @@ pub mod endpoint;
 pub mod frame;
 pub mod id;
 pub mod layout;
+pub mod phase;
 pub mod reason;
 pub mod state;
 

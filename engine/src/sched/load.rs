@@ -5,6 +5,8 @@ use std::time::Instant;
 
 use tandem_wire::{BootId, proto};
 
+use super::inflight::Inflight;
+
 /// The load at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadSnapshot {
@@ -29,8 +31,8 @@ pub struct LoadSnapshot {
 }
 
 impl LoadSnapshot {
-    /// The message form, as of now.
-    pub fn to_wire(&self, boot_id: BootId) -> proto::Load {
+    /// The message form, as of now, with the requests in flight.
+    pub fn to_wire(&self, boot_id: BootId, inflight: &Inflight) -> proto::Load {
         proto::Load {
             boot_id: boot_id.to_wire(),
             running: self.running,
@@ -42,6 +44,8 @@ impl LoadSnapshot {
             draining: self.draining,
             last_step_age_ms: self.last_step.elapsed().as_millis() as u64,
             waiting_tokens: self.waiting_tokens,
+            last_progress_age_ms: inflight.progress_age().as_millis() as u64,
+            inflight: inflight.to_wire(),
         }
     }
 }

@@ -1,16 +1,22 @@
 //! Counters and gauges of scheduling, `tandem_engine_*`.
 
-use prometheus_client::encoding::EncodeLabelSet;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Registry, Unit};
 use tandem_telemetry::initialise;
 use tandem_wire::Reason;
+use tandem_wire::phase;
 use tandem_wire::reason::meaning;
 
+use super::inflight::Level;
 use super::load::LoadSnapshot;
+use super::shared::Shared;
 use crate::kv::PageStats;
 
 /// `state`: free, cached or held.
@@ -97,8 +103,7 @@ impl Default for SchedMetrics {
 }
 
 impl SchedMetrics {
-    /// Registers all of it, once per process.
-    pub fn register(&self, registry: &mut Registry) {
+    pub(super) fn register(&self, registry: &mut Registry) {
         registry.register("running", "Sequences that hold a place", self.running.clone());
         registry.register("max_running", "Places", self.max_running.clone());
         registry.register("waiting", "Prefills that wait for a place", self.waiting.clone());
@@ -173,5 +178,55 @@ impl SchedMetrics {
     pub fn failure(&self, reason: Reason) {
         let reason = meaning(reason).code;
         self.failures.get_or_create(&ReasonLabel { reason }).inc();
+    }
+}
+
+/// How the requests stand and how old the last step and the last progress are, as of when it is read: no thread has to move for it.
+#[derive(Debug)]
+pub(super) struct Standing(pub(super) Arc<Shared>);
+
+impl Collector for Standing {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let levels = self.0.inflight.levels();
+        let mut by_state = |name: &str, help: &str, unit: Option<&Unit>, value: fn(&Level) -> f64| {
+            let kind = ConstGauge::new(0.0).metric_type();
+            let mut family = encoder.encode_descriptor(name, help, unit, kind)?;
+            for level in &levels {
+                let labels = [("state", phase::name(level.phase))];
+                ConstGauge::new(value(level)).encode(family.encode_family(&labels)?)?;
+            }
+            Ok::<_, std::fmt::Error>(())
+        };
+        by_state("inflight", "Requests, by what each waits for", None, |level| {
+            level.count.into()
+        })?;
+        by_state(
+            "inflight_oldest",
+            "The longest that a request has waited for it",
+            Some(&Unit::Seconds),
+            |level| level.oldest.as_secs_f64(),
+        )?;
+        by_state(
+            "inflight_still",
+            "The longest that a request has waited for it without a layer, KV or a token",
+            Some(&Unit::Seconds),
+            |level| level.still.as_secs_f64(),
+        )?;
+        for (name, help, age) in [
+            (
+                "last_step_age",
+                "Since the scheduler's last step, or its last look at an empty batch",
+                self.0.step_age(),
+            ),
+            (
+                "last_progress_age",
+                "Since a layer was computed, KV moved or a token was chosen",
+                self.0.inflight.progress_age(),
+            ),
+        ] {
+            let gauge = ConstGauge::new(age.as_secs_f64());
+            gauge.encode(encoder.encode_descriptor(name, help, Some(&Unit::Seconds), gauge.metric_type())?)?;
+        }
+        Ok(())
     }
 }

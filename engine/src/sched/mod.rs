@@ -5,6 +5,7 @@
 //! | [`plan`] | who gets how many tokens in the next step; pure |
 //! | [`knobs`] | what may be changed between two steps, with ranges |
 //! | [`load`] | what an engine says about its load and its health |
+//! | [`inflight`] | what each request waits for now |
 //! | [`stream`] | what a request's owner sees: events, bounded, dropped to abort |
 //! | [`scheduler`] | the handle: admission, generate, prefill, drain |
 //! | [`metrics`] | counters and gauges of all of this |
@@ -20,6 +21,7 @@
 
 mod chooser;
 mod grammar;
+pub mod inflight;
 pub mod knobs;
 pub mod load;
 pub mod metrics;
@@ -32,6 +34,7 @@ mod shared;
 pub mod stream;
 
 pub use grammar::compile_grammar;
+pub use inflight::{Inflight, Stay};
 pub use knobs::{KnobRange, SchedKnobs};
 pub use load::{Health, LoadSnapshot};
 pub use sampling::{Sampling, read_sampling};

@@ -170,6 +170,7 @@ impl Run {
             chooser: waiting.chooser,
             stops: waiting.stops,
             deadline: waiting.deadline,
+            stay: waiting.stay,
             last_step: 0,
             prompt_computed: 0,
             submitted: waiting.submitted,

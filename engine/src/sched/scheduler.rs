@@ -6,14 +6,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
 use tandem_wire::{Failure, Reason};
 use tokio::sync::watch;
 
 use super::Role;
 use super::chooser::Chooser;
+use super::inflight::{Inflight, Stay};
 use super::knobs::{KnobRange, SchedKnobs};
 use super::load::{Health, LoadSnapshot};
-use super::metrics::SchedMetrics;
+use super::metrics::{SchedMetrics, Standing};
 use super::run;
 use super::sampling::Sampling;
 use super::seq::{Kind, Seq, Stops};
@@ -70,6 +72,8 @@ pub struct GenParams {
     pub computed: u32,
     /// When the request's time is over.
     pub deadline: Option<Instant>,
+    /// Held until the loop lets go of it; touched with each step that had a part for it.
+    pub stay: Option<Arc<Stay>>,
     /// Nobody reads tokens one by one: wake the reader for many at once.
     pub gather: bool,
 }
@@ -89,6 +93,8 @@ pub struct PrefillParams {
     pub max_new_tokens: u32,
     /// When the request's time is over.
     pub deadline: Option<Instant>,
+    /// Held until the loop lets go of it; touched with each step that had a part for it.
+    pub stay: Option<Arc<Stay>>,
 }
 
 #[derive(Debug)]
@@ -193,9 +199,20 @@ impl Scheduler {
         &self.shared().cache
     }
 
-    /// Counters and gauges, to be registered once.
+    /// Counters and gauges.
     pub fn metrics(&self) -> &SchedMetrics {
         &self.shared().metrics
+    }
+
+    /// Registers the metrics, once per process; what depends on the time is read when somebody asks.
+    pub fn register(&self, registry: &mut Registry) {
+        self.metrics().register(registry);
+        registry.register_collector(Box::new(Standing(Arc::clone(self.shared()))));
+    }
+
+    /// What each request waits for.
+    pub fn inflight(&self) -> &Arc<Inflight> {
+        &self.shared().inflight
     }
 
     /// The load, at each change.
@@ -320,6 +337,7 @@ impl Scheduler {
             chooser,
             stops,
             deadline: params.deadline,
+            stay: params.stay,
             last_step: 0,
             prompt_computed: 0,
             submitted: now,
@@ -417,6 +435,7 @@ impl Scheduler {
             stops,
             prompt: params.prompt,
             deadline: params.deadline,
+            stay: params.stay,
             submitted: Instant::now(),
         };
         let refused = {

@@ -7,6 +7,7 @@ use tandem_wire::proto::finished::Cause as WireCause;
 use tandem_wire::{Failure, Reason};
 
 use super::chooser::Chooser;
+use super::inflight::Stay;
 use super::shared::Admitted;
 use super::stream::{Finish, Mailbox, PendingPrefill, PendingTokens, PrefillEvent, SeqEvent};
 use crate::exec::Logprob;
@@ -101,6 +102,7 @@ pub(super) struct Seq {
     pub(super) chooser: Chooser,
     pub(super) stops: Stops,
     pub(super) deadline: Option<Instant>,
+    pub(super) stay: Option<Arc<Stay>>,
     pub(super) last_step: u64,
     /// Prompt tokens computed here.
     pub(super) prompt_computed: u32,
@@ -146,6 +148,9 @@ impl Seq {
         self.prompt_computed += tokens.min(self.prompt_left());
         self.computed += tokens as usize;
         self.last_step = step;
+        if let Some(stay) = &self.stay {
+            stay.touch();
+        }
         if let Kind::Prefill { chunks, .. } = &mut self.kind {
             *chunks += 1;
         }

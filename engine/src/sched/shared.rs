@@ -12,6 +12,7 @@ use tokio::sync::watch;
 
 use super::Role;
 use super::chooser::Chooser;
+use super::inflight::{Inflight, Stay};
 use super::knobs::SchedKnobs;
 use super::load::{Health, LoadSnapshot};
 use super::metrics::SchedMetrics;
@@ -29,6 +30,7 @@ pub(super) struct Waiting {
     pub(super) chooser: Chooser,
     pub(super) stops: Stops,
     pub(super) deadline: Option<Instant>,
+    pub(super) stay: Option<Arc<Stay>>,
     pub(super) submitted: Instant,
 }
 
@@ -47,6 +49,7 @@ pub(super) struct Shared {
     pub(super) store: Arc<dyn KvStore>,
     pub(super) cache: Arc<KvCache>,
     pub(super) metrics: SchedMetrics,
+    pub(super) inflight: Arc<Inflight>,
     pub(super) inbox: Mutex<Inbox>,
     pub(super) stop: AtomicBool,
     pub(super) knobs: Mutex<SchedKnobs>,
@@ -101,6 +104,7 @@ impl Shared {
             store: executor.kv(),
             cache,
             metrics: SchedMetrics::default(),
+            inflight: Arc::default(),
             inbox: Mutex::default(),
             stop: AtomicBool::new(false),
             knobs: Mutex::new(knobs),
@@ -140,6 +144,7 @@ impl Shared {
     pub(super) fn beat(&self) {
         let beat = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_step.store(beat, Ordering::Release);
+        self.inflight.progressed();
     }
 
     /// The last one, while a step runs.
@@ -148,6 +153,12 @@ impl Shared {
             0 => None,
             beat => Some(beat),
         }
+    }
+
+    /// Since the last step's end, or the last look at an empty batch.
+    pub(super) fn step_age(&self) -> Duration {
+        let last = Duration::from_micros(self.last_step.load(Ordering::Acquire));
+        self.born.elapsed().saturating_sub(last)
     }
 
     /// No step runs.

@@ -72,7 +72,7 @@ impl Engine for EngineService {
             let mut changes = shared.scheduler.load();
             loop {
                 changes.borrow_and_update();
-                yield Ok(shared.scheduler.load_now().to_wire(shared.boot_id));
+                yield Ok(shared.scheduler.load_now().to_wire(shared.boot_id, shared.scheduler.inflight()));
                 let next = async {
                     tokio::time::sleep(pause).await;
                     let _ = tokio::time::timeout(LOAD_AT_LEAST.saturating_sub(pause), changes.changed()).await;

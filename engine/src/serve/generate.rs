@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tandem_telemetry::Span;
+use tandem_wire::phase::Phase;
 use tandem_wire::proto::generate_event::Event;
-use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, OnPrefillFailure, phase::Kind as PhaseKind};
+use tandem_wire::proto::{self, GenerateEvent, GenerateRequest, OnPrefillFailure};
 use tandem_wire::{BootId, Failure, Reason, TransferKey};
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::node::{Shared, UnderWay};
 use crate::exec::Logprob;
 use crate::sched::{
-    Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stops, compile_grammar, read_sampling,
+    Admission, Admitted, Cause, First, GenParams, Sampling, SeqEvent, Stay, Stops, compile_grammar, read_sampling,
 };
 use crate::trace::failed;
 use crate::transfer::{PullRequest, Pulled};
@@ -73,10 +74,16 @@ pub(super) async fn start(
     })?;
     let (sender, reader) = mpsc::channel(EVENTS);
     let gone = sender.clone();
+    let waits_for = if asked.peer.is_some() {
+        Phase::Accept
+    } else {
+        Phase::Prefill
+    };
     let events = Events {
         sender,
         stall: shared.reader_stall,
         deadline: asked.deadline,
+        stay: shared.scheduler.inflight().enter(waits_for),
         span: Mutex::new(std::mem::take(span)),
     };
     let shared = Arc::clone(shared);
@@ -158,6 +165,7 @@ struct Events {
     /// A reader that takes nothing for so long is gone, though it may answer pings.
     stall: Duration,
     deadline: Option<Instant>,
+    stay: Arc<Stay>,
     /// Ends with the request's task.
     span: Mutex<Span>,
 }
@@ -175,13 +183,19 @@ impl Events {
 
     /// Waits until the reader took every event: what it has not taken is lost when the process ends.
     async fn taken(&self) {
+        let _held_up = self.stay.held_up();
         let _ = tokio::time::timeout(self.patience(), self.sender.reserve_many(EVENTS)).await;
     }
 }
 
 async fn send(events: &Events, event: Event) -> Result<(), Gone> {
+    let event = match events.sender.try_send(Ok(GenerateEvent { event: Some(event) })) {
+        Ok(()) => return Ok(()),
+        Err(TrySendError::Closed(_)) => return Err(Gone),
+        Err(TrySendError::Full(event)) => event,
+    };
+    let _held_up = events.stay.held_up();
     let limit = events.patience();
-    let event = Ok(GenerateEvent { event: Some(event) });
     let Ok(sent) = tokio::time::timeout(limit, events.sender.send(event)).await else {
         tracing::warn!(waited_ms = limit.as_millis(), "the caller reads nothing and is left");
         return Err(Gone);
@@ -189,7 +203,8 @@ async fn send(events: &Events, event: Event) -> Result<(), Gone> {
     sent.map_err(|_| Gone)
 }
 
-async fn phase(events: &Events, kind: PhaseKind) -> Result<(), Gone> {
+async fn phase(events: &Events, kind: Phase) -> Result<(), Gone> {
+    events.stay.move_to(kind);
     send(events, Event::Phase(proto::Phase { kind: kind.into() })).await
 }
 
@@ -207,7 +222,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
         ..proto::Usage::default()
     };
     let Some((key, endpoint, boot)) = asked.peer.clone() else {
-        phase(events, PhaseKind::Prefill).await?;
+        phase(events, Phase::Prefill).await?;
         return generate(shared, asked, admitted, None, usage, events).await;
     };
     let pulled = pull(shared, &asked, &admitted, (key, endpoint, boot), events).await;
@@ -244,7 +259,7 @@ async fn serve(shared: &Shared, asked: Asked, admitted: Admitted, events: &Event
             };
             usage.recomputed = true;
             shared.scheduler.metrics().recomputed();
-            phase(events, PhaseKind::Prefill).await?;
+            phase(events, Phase::Prefill).await?;
             generate(shared, asked, admitted, None, usage, events).await
         }
         Err(failure) => {
@@ -275,9 +290,10 @@ async fn pull(
         stops: asked.stops.clone(),
         remaining: asked.deadline.map(|d| d.saturating_duration_since(Instant::now())),
         request_id: asked.request_id.clone(),
+        stay: Arc::clone(&events.stay),
         trace: events.span.lock().parent().clone(),
     };
-    let told = |kind: PhaseKind| {
+    let told = |kind: Phase| {
         // a hint: where the channel is full its reader has other things to read first
         let event = Event::Phase(proto::Phase { kind: kind.into() });
         let _ = events.sender.try_send(Ok(GenerateEvent { event: Some(event) }));
@@ -328,19 +344,20 @@ async fn generate(
             first,
             computed,
             deadline: asked.deadline,
+            stay: Some(Arc::clone(&events.stay)),
             gather: asked.gather,
         },
     );
     // from here on a pulled prompt waits for nothing but this engine, whatever it does first
     let mut decoding = pulled;
     if pulled {
-        phase(events, PhaseKind::Decode).await?;
+        phase(events, Phase::Decode).await?;
     }
     loop {
         match stream.recv().await {
             Some(SeqEvent::Tokens { ids, logprobs }) => {
                 if !std::mem::replace(&mut decoding, true) {
-                    phase(events, PhaseKind::Decode).await?;
+                    phase(events, Phase::Decode).await?;
                 }
                 send(events, tokens(ids, &logprobs)).await?;
             }

@@ -146,7 +146,7 @@ impl Node {
         let Ports { control, data, admin } = ports;
         let boot_id = BootId::random();
         let scheduler = Scheduler::start(executor, config.role, config.knobs)?;
-        metrics.part("engine", |registry| scheduler.metrics().register(registry));
+        metrics.part("engine", |registry| scheduler.register(registry));
         let timers = Timers::new(config.timers);
         let transfer_metrics = TransferMetrics::register(metrics);
         let puller = Puller::new(PullerConfig {

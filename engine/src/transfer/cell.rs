@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use tandem_wire::phase::Phase;
 use tandem_wire::state::{DecodeEvent, DecodeState, End, PrefillEvent, PrefillState, Step};
 use tandem_wire::{Failure, Reason};
 use tokio::sync::watch;
 
 use super::metrics::SideMetrics;
+use crate::sched::Stay;
 
 /// A side's state table, as the cell needs it.
 pub trait Machine: Copy + Eq + Debug + Send + Sync + 'static {
@@ -28,6 +30,8 @@ pub trait Machine: Copy + Eq + Debug + Send + Sync + 'static {
     fn end(end: End) -> Self::Event;
     /// Its name.
     fn name(self) -> &'static str;
+    /// What its request waits for in this state; `None`: not for this attempt any more.
+    fn phase(self) -> Option<Phase>;
 }
 
 impl Machine for DecodeState {
@@ -52,6 +56,14 @@ impl Machine for DecodeState {
             Self::Committed => "committed",
             Self::Ended(End::Failed(_)) => "failed",
             Self::Ended(End::Aborted(_)) => "aborted",
+        }
+    }
+    fn phase(self) -> Option<Phase> {
+        match self {
+            Self::Reserved => Some(Phase::Accept),
+            Self::Attached => Some(Phase::Prefill),
+            Self::Receiving | Self::Verifying => Some(Phase::Transfer),
+            Self::Committed | Self::Ended(_) => None,
         }
     }
 }
@@ -82,6 +94,14 @@ impl Machine for PrefillState {
             Self::Ended(End::Aborted(_)) => "aborted",
         }
     }
+    fn phase(self) -> Option<Phase> {
+        match self {
+            Self::Queued => Some(Phase::Queued),
+            Self::Prefilling => Some(Phase::Prefill),
+            Self::Streaming | Self::AwaitCommit => Some(Phase::Transfer),
+            Self::Released | Self::Finished | Self::Expired | Self::Ended(_) => None,
+        }
+    }
 }
 
 /// The state of one attempt on one side, and the pages that it holds (`P` is a handle whose last clone frees them).
@@ -97,13 +117,15 @@ struct Inner<M, P> {
     queued: bool,
     failure: Option<Failure>,
     pages: Option<P>,
+    /// Of the request that this is an attempt of; let go at the end.
+    stay: Option<Arc<Stay>>,
     born: Instant,
     moved: Instant,
 }
 
 impl<M: Machine, P: Clone> Cell<M, P> {
-    /// A cell in its first state; `queued` until its first transition.
-    pub fn new(state: M, queued: bool, pages: Option<P>, metrics: Arc<SideMetrics>) -> Self {
+    /// A cell in its first state; `queued` until its first transition. It moves `stay` along with its state.
+    pub fn new(state: M, queued: bool, pages: Option<P>, stay: Option<Arc<Stay>>, metrics: Arc<SideMetrics>) -> Self {
         metrics.entered(state.name());
         let now = Instant::now();
         Self {
@@ -112,6 +134,7 @@ impl<M: Machine, P: Clone> Cell<M, P> {
                 queued,
                 failure: None,
                 pages,
+                stay,
                 born: now,
                 moved: now,
             }),
@@ -177,7 +200,16 @@ impl<M: Machine, P: Clone> Cell<M, P> {
             (None, pages.and_then(|new| inner.pages.replace(new)))
         };
         let age = inner.moved - inner.born;
+        let left = match (after.phase(), &inner.stay) {
+            (Some(phase), Some(stay)) => {
+                stay.move_to(phase);
+                None
+            }
+            (Some(_), None) => None,
+            (None, _) => inner.stay.take(),
+        };
         drop(inner);
+        drop(left);
 
         self.metrics.left(before.name());
         if after.is_terminal() {
@@ -196,6 +228,9 @@ impl<M: Machine, P: Clone> Cell<M, P> {
         let live = !inner.state.is_terminal();
         if live {
             inner.moved = Instant::now();
+            if let Some(stay) = &inner.stay {
+                stay.touch();
+            }
         }
         live
     }
@@ -217,11 +252,19 @@ impl<M: Machine, P: Clone> Cell<M, P> {
         self.inner.lock().moved
     }
 
+    /// Of the request that this is an attempt of; `None`: it is terminal.
+    pub fn stay(&self) -> Option<Arc<Stay>> {
+        self.inner.lock().stay.clone()
+    }
+
     /// It waits in prefill's run queue now.
     pub fn queued(&self) {
         let mut inner = self.inner.lock();
         inner.queued = true;
         inner.moved = Instant::now();
+        if let Some(stay) = &inner.stay {
+            stay.move_to(Phase::Queued);
+        }
     }
 
     /// The pages, for one copy: they are not freed before the clone is dropped. `None`: it is terminal, hands off.
@@ -339,7 +382,7 @@ mod tests {
         #[test]
         fn effects_run_once_whatever_races(scripts in prop::collection::vec(prop::collection::vec(event(), 1..12), 2..5)) {
             let metrics = metrics();
-            let cell: Arc<Probed> = Arc::new(Cell::new(PrefillState::Queued, true, None, Arc::clone(&metrics.prefill)));
+            let cell: Arc<Probed> = Arc::new(Cell::new(PrefillState::Queued, true, None, None, Arc::clone(&metrics.prefill)));
             let (freed, out_of_order) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
             cell.hold(Arc::new(Probe {
                 cell: Arc::downgrade(&cell),
@@ -389,7 +432,7 @@ mod tests {
 
     #[test]
     fn pages_that_come_after_the_end_are_let_go() {
-        let cell = Cell::new(PrefillState::Queued, true, None, metrics().prefill);
+        let cell = Cell::new(PrefillState::Queued, true, None, None, metrics().prefill);
         cell.on(PrefillEvent::Started);
         assert!(cell.abort(failure(Reason::AbortedByPeer)));
         let page = Arc::new(());
@@ -405,7 +448,7 @@ mod tests {
     #[test]
     fn the_watchdog_leaves_queued_and_moving_cells_alone() {
         let metrics = metrics();
-        let cell: Cell<_, Arc<()>> = Cell::new(PrefillState::Queued, true, None, metrics.prefill);
+        let cell: Cell<_, Arc<()>> = Cell::new(PrefillState::Queued, true, None, None, metrics.prefill);
         let limit = Duration::from_mins(1);
         let later = |by: u64| Instant::now() + Duration::from_secs(by);
         assert!(!cell.end_if_overdue(later(1_000), limit, Source::Prefill));
@@ -420,7 +463,7 @@ mod tests {
         assert!(ended.detail.contains("prefilling"), "{ended}");
         assert!(!cell.progress());
 
-        let cell: Cell<_, Arc<()>> = Cell::new(DecodeState::Reserved, false, None, metrics.decode);
+        let cell: Cell<_, Arc<()>> = Cell::new(DecodeState::Reserved, false, None, None, metrics.decode);
         cell.queued();
         assert!(!cell.end_if_overdue(later(1_000), limit, Source::Decode));
         cell.on(DecodeEvent::Accepted);

@@ -198,6 +198,7 @@ impl Control {
             ignore_eos: stops.ignore_eos,
             max_new_tokens: stops.max_new_tokens,
             deadline: remaining.and_then(|r| begun.checked_add(r)),
+            stay: control.hand_off.cell.stay(),
         });
         match events {
             Ok(events) => {

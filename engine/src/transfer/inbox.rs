@@ -239,7 +239,13 @@ mod tests {
         let kv: Arc<dyn KvStore> = Arc::clone(&store) as _;
         Rig {
             cache,
-            cell: Cell::new(DecodeState::Reserved, false, Some(pages), Arc::clone(&metrics.decode)),
+            cell: Cell::new(
+                DecodeState::Reserved,
+                false,
+                Some(pages),
+                None,
+                Arc::clone(&metrics.decode),
+            ),
             inbox: Inbox::new(layout, kv, Arc::clone(&metrics.decode), 0, 20),
             store,
             metrics,

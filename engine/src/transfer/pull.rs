@@ -18,11 +18,11 @@ use super::timers::{KeepAlive, Timers};
 use super::watchdog;
 use crate::exec::{KvStore, Logprob, ModelSpec};
 use crate::kv::SeqPages;
-use crate::sched::{Cause, Stops};
+use crate::sched::{Cause, Stay, Stops};
 use crate::trace::failed;
 
 /// Where a request waits, as its caller is told.
-pub use tandem_wire::proto::phase::Kind as Phase;
+pub use tandem_wire::phase::Phase;
 
 /// What a [`Puller`] needs to know.
 pub struct PullerConfig {
@@ -62,6 +62,8 @@ pub struct PullRequest {
     pub remaining: Option<Duration>,
     /// For logs.
     pub request_id: String,
+    /// Moved and touched as the attempt gets on.
+    pub stay: Arc<Stay>,
     /// The span that this is a part of.
     pub trace: TraceParent,
 }
@@ -224,7 +226,13 @@ impl Puller {
         }
         let metrics = Arc::clone(&self.metrics.decode);
         let entry = PullEntry {
-            cell: Cell::new(DecodeState::Reserved, false, Some(Arc::clone(&request.pages)), metrics),
+            cell: Cell::new(
+                DecodeState::Reserved,
+                false,
+                Some(Arc::clone(&request.pages)),
+                Some(Arc::clone(&request.stay)),
+                metrics,
+            ),
         };
         self.registry.insert(request.key, entry).ok_or_else(|| {
             Failure::new(

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 use tandem_telemetry::Traces;
 use tandem_wire::frame::Digest;
+use tandem_wire::phase::Phase;
 use tandem_wire::proto::kv_transfer_server::{KvTransfer, KvTransferServer};
 use tandem_wire::proto::{DecodeMessage, FetchRequest, Open, PrefillMessage};
 use tandem_wire::state::PrefillState;
@@ -284,7 +285,13 @@ impl Shared {
         let sampling = read_sampling(open.sampling.as_ref(), self.spec.vocab_size, open.max_new_tokens)
             .or_else(|e| refuse(Reason::Invalid, e))?;
         let hand_off = HandOff {
-            cell: Cell::new(PrefillState::Queued, true, None, Arc::clone(&self.metrics)),
+            cell: Cell::new(
+                PrefillState::Queued,
+                true,
+                None,
+                Some(self.scheduler.inflight().enter(Phase::Queued)),
+                Arc::clone(&self.metrics),
+            ),
             decode_boot,
             from: open.have_tokens,
             to: prompt as u32,

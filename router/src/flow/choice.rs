@@ -367,7 +367,8 @@ impl Choice {
                             self.waits_for(Stage::Decode);
                             self.prefilled(&mut running);
                         }
-                        phase::Kind::Unspecified => {}
+                        phase::Kind::Accept => self.waits_for(Stage::Accept),
+                        phase::Kind::Unspecified | phase::Kind::Client => {}
                     }
                     self.state = State::Running(running);
                     None

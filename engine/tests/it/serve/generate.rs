@@ -558,7 +558,7 @@ async fn prompts_that_wait_for_their_turn_of_the_budget_do_not_fail() {
 }
 
 /// A client that lets the engine send `window` bytes of an answer before it reads.
-async fn hesitant(node: &TestNode, window: u32) -> EngineClient<Channel> {
+pub async fn hesitant(node: &TestNode, window: u32) -> EngineClient<Channel> {
     let endpoint = Channel::from_shared(format!("http://{}", node.addr)).unwrap();
     EngineClient::new(endpoint.initial_stream_window_size(window).connect().await.unwrap())
 }

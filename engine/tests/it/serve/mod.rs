@@ -1,6 +1,7 @@
 //! Engines over real gRPC.
 
 mod api;
+mod evidence;
 mod generate;
 mod models;
 mod process;

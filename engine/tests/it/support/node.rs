@@ -35,6 +35,8 @@ pub struct TestNode {
     pub boot: BootId,
     pub scheduler: Scheduler,
     pub addr: SocketAddr,
+    /// Of the data port, where the role has one.
+    pub data: Option<SocketAddr>,
     pub handle: NodeHandle,
     pub readiness: Readiness,
     pub metrics: Metrics,
@@ -88,7 +90,7 @@ impl TestNode {
         };
         let node = Node::start(executor, config, ports, &metrics, &readiness).unwrap();
         let admin = node.admin_addr().unwrap();
-        let (boot, addr, handle) = (node.boot_id(), node.control_addr(), node.handle());
+        let (boot, addr, data, handle) = (node.boot_id(), node.control_addr(), node.data_addr(), node.handle());
         let scheduler = node.scheduler().clone();
         let running = tokio::spawn(node.run());
         let channel = connect(addr).await;
@@ -100,6 +102,7 @@ impl TestNode {
             boot,
             scheduler,
             addr,
+            data,
             handle,
             readiness,
             metrics,

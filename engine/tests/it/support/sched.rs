@@ -38,6 +38,7 @@ pub fn params(new_tokens: u32) -> GenParams {
         first: None,
         computed: 0,
         deadline: None,
+        stay: None,
         gather: false,
     }
 }
@@ -50,6 +51,7 @@ pub fn prefill_params(prompt: &Arc<[u32]>) -> PrefillParams {
         ignore_eos: true,
         max_new_tokens: 16,
         deadline: None,
+        stay: None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The hand-off over real sockets: two engines, each with its scheduler, pages and deterministic executor.
 
 mod caller;
-mod relay;
+pub mod relay;
 mod rig;
 
 mod faults;

@@ -308,6 +308,7 @@ impl Decode {
             },
             remaining: ask.remaining,
             request_id: "test".to_owned(),
+            stay: self.scheduler.inflight().enter(Phase::Accept),
             trace: TraceParent::default(),
         };
         let pulled = self.puller.pull(request, phase).await?;
@@ -345,6 +346,7 @@ impl Decode {
             }),
             computed: ask.prompt.len() as u32,
             deadline: None,
+            stay: None,
             gather: false,
         };
         let mut stream = self.scheduler.generate(admitted, params);
