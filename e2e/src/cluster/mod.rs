@@ -7,7 +7,8 @@
 //! | [`servers`] | the server processes and their flags; who ends them when the test is killed |
 //! | [`api`] | a client of the API server |
 //! | [`audit`] | what the API server was asked, by whom |
-//! | [`kubelet`] | nodes, and the scripts by which pods come and go |
+//! | [`kubelet`] | nodes, the scripts by which pods come and go, and their processes |
+//! | [`peer`] | a pod's process that speaks the contracts of engine and router and computes nothing |
 //!
 //! A test program shares one cluster: its tests run side by side in Kubernetes namespaces of their own. It starts with the first
 //! test that wants it, and ends with the process, however that ends.
@@ -16,6 +17,7 @@ pub mod api;
 pub mod audit;
 pub mod kubelet;
 pub mod network;
+pub mod peer;
 pub mod pki;
 pub mod servers;
 
@@ -56,7 +58,7 @@ impl Cluster {
         let network = Network::create();
         let servers = Servers::start(&binary, &network);
         let proxy = |user| network.enter(|| servers.proxy(&servers.kubeconfig(user)));
-        let kubelet = Kubelet::start(&network, &proxy(User::Kubelet));
+        let kubelet = Kubelet::start(&network, &proxy(User::Kubelet), servers.dir(), servers.reaper());
         let admin = proxy(User::Admin);
         Self {
             network,

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::PATIENCE;
@@ -45,7 +45,34 @@ for try in 1 2 3 4 5; do rm -rf "$1" && break; sleep 1; done
 pub struct Servers {
     dir: PathBuf,
     pki: Pki,
-    reaper: Mutex<ChildStdin>,
+    reaper: Arc<Reaper>,
+}
+
+/// Ends processes when this test process ends, however it ends.
+#[derive(Debug)]
+pub struct Reaper(Mutex<ChildStdin>);
+
+impl Reaper {
+    fn start(dir: &Path) -> Self {
+        let input = Command::new("sh")
+            .args(["-c", REAPER, "reaper"])
+            .arg(dir)
+            .current_dir("/")
+            // no Ctrl-C and no signal to the test's process group reaches it
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .and_then(|child| child.stdin.ok_or_else(|| std::io::Error::other("no pipe")));
+        Self(Mutex::new(input.expect("sh starts")))
+    }
+
+    /// The process is killed then.
+    pub fn ends_with_the_test(&self, pid: u32) {
+        let mut input = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        writeln!(input, "{pid}").expect("the reaper reads");
+    }
 }
 
 impl Servers {
@@ -59,18 +86,7 @@ impl Servers {
             .tempdir()
             .expect("a folder")
             .keep();
-        let reaper = Command::new("sh")
-            .args(["-c", REAPER, "reaper"])
-            .arg(&dir)
-            .current_dir("/")
-            // no Ctrl-C and no signal to the test's process group reaches it
-            .process_group(0)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .and_then(|child| child.stdin.ok_or_else(|| std::io::Error::other("no pipe")))
-            .expect("sh starts");
+        let reaper = Arc::new(Reaper::start(&dir));
         for part in [
             "etcd",
             "kube-apiserver",
@@ -84,7 +100,7 @@ impl Servers {
         let servers = Self {
             pki: Pki::create(dir.join("pki"), ADDRESS, PORT),
             dir,
-            reaper: Mutex::new(reaper),
+            reaper,
         };
         network.enter(|| servers.run());
         servers
@@ -188,7 +204,7 @@ impl Servers {
             .stderr(log)
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {part}: {error}"));
-        self.ends_with_the_test(child.id());
+        self.reaper.ends_with_the_test(child.id());
         child
     }
 
@@ -218,10 +234,9 @@ impl Servers {
         }
     }
 
-    /// The process is killed when this test process ends, however it ends.
-    pub fn ends_with_the_test(&self, pid: u32) {
-        let mut reaper = self.reaper.lock().unwrap_or_else(PoisonError::into_inner);
-        writeln!(reaper, "{pid}").expect("the reaper reads");
+    /// Who ends what the test has started.
+    pub fn reaper(&self) -> Arc<Reaper> {
+        Arc::clone(&self.reaper)
     }
 
     fn ready(&self, children: &mut [&mut (&'static str, Child)], what: &str, check: impl Fn() -> bool) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use k8s_openapi::api::apps::v1::Deployment;
-use k8s_openapi::api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod, Secret};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use serde_json::{Value, json};
 use tandem_crds::{API_VERSION, Inputs, PDDeployment, Role};
@@ -22,11 +22,11 @@ use crate::fixtures::with_nodes;
 const MANAGER: &str = "tandem-operator";
 const IMAGE: &str = "nobody/pulls:this";
 
-fn deployment(namespace: &str) -> PDDeployment {
+pub(crate) fn deployment(namespace: &str) -> PDDeployment {
     let object = json!({
         "apiVersion": "tandem.dev/v1alpha1", "kind": "PDDeployment", "metadata": {"name": "chat", "namespace": namespace},
         "spec": {
-            "model": {"name": "m", "source": {"pvc": {"claimName": "models", "path": "m.gguf"}}, "maxLengthTokens": 2048},
+            "model": {"name": "m", "source": {"pvc": {"claimName": "models", "path": tandem_e2e::model().file_name().and_then(|name| name.to_str())}}, "maxLengthTokens": 2048},
             "gpus": {"budget": 8},
             "prefill": {"backend": "Cpu", "gpusPerReplica": 4, "resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}},
                 "pod": {"env": [{"name": "EMPTY"}], "tolerations": [{"operator": "Exists"}],
@@ -39,7 +39,7 @@ fn deployment(namespace: &str) -> PDDeployment {
 }
 
 /// Every child of a deployment, its engines on their first revision.
-fn children(object: &PDDeployment) -> Vec<Value> {
+pub(crate) fn children(object: &PDDeployment) -> Vec<Value> {
     let of = |field: &Option<String>| field.clone().expect("name, namespace and uid");
     let meta = &object.metadata;
     let (name, namespace, uid) = (of(&meta.name), of(&meta.namespace), of(&meta.uid));
@@ -90,11 +90,11 @@ fn api(client: &Client, object: &Value) -> Api<Value> {
     Api::at(client, &path(version, &format!("namespaces/{namespace}/"), &plural))
 }
 
-fn name(object: &Value) -> &str {
+pub(crate) fn name(object: &Value) -> &str {
     object["metadata"]["name"].as_str().expect("a name")
 }
 
-async fn apply(client: &Client, object: &Value) {
+pub(crate) async fn apply(client: &Client, object: &Value) {
     let result = api(client, object)
         .patch(name(object), Patch::Apply(MANAGER), &signed(object))
         .await;
@@ -110,7 +110,7 @@ async fn needed(client: &Client, object: &Value) -> Need {
 }
 
 /// A new deployment as the API server keeps it: with its defaults and its uid.
-async fn create(client: &Client, namespace: &str) -> PDDeployment {
+pub(crate) async fn create(client: &Client, namespace: &str) -> PDDeployment {
     let api = Api::at(
         client,
         &path(API_VERSION, &format!("namespaces/{namespace}/"), "pddeployments"),
@@ -118,12 +118,12 @@ async fn create(client: &Client, namespace: &str) -> PDDeployment {
     api.create(&deployment(namespace)).await.expect("a deployment")
 }
 
-/// A claim that pods can mount: no machine looks at it.
-async fn models(client: &Client, namespace: &str) {
+/// What pods mount: a claim with the model, and a secret with the keys of clients.
+pub(crate) async fn models(client: &Client, namespace: &str) {
     let volume: PersistentVolume = serde_json::from_value(json!({
         "metadata": {"name": namespace},
         "spec": {
-            "capacity": {"storage": "1Gi"}, "accessModes": ["ReadOnlyMany"], "hostPath": {"path": "/nowhere"},
+            "capacity": {"storage": "1Gi"}, "accessModes": ["ReadOnlyMany"], "hostPath": {"path": tandem_e2e::model().parent()},
             "storageClassName": "none", "claimRef": {"namespace": namespace, "name": "models"},
         },
     }))
@@ -140,6 +140,11 @@ async fn models(client: &Client, namespace: &str) {
     made.expect("a volume");
     let made = Api::namespaced(client, namespace).create(&claim).await;
     made.expect("a claim");
+    let keys: Secret =
+        serde_json::from_value(json!({"metadata": {"name": "keys"}, "stringData": {"api-keys": "k".repeat(32)}}))
+            .expect("a secret");
+    let made = Api::namespaced(client, namespace).create(&keys).await;
+    made.expect("a secret");
 }
 
 #[test]

@@ -152,7 +152,7 @@ fn a_pod_follows_its_script() {
         }
 
         let plain = of("plain").await.expect("a pod");
-        cluster.kubelet().crash(&plain).await;
+        cluster.kubelet().crash(&plain);
         ready(&client, &name, "plain", 0).await;
 
         let api: Api<Deployment> = Api::namespaced(&client, &name);

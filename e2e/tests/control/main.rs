@@ -5,6 +5,7 @@
 mod api;
 mod children;
 mod fixtures;
+mod processes;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use tandem_e2e::cluster::api::Api;

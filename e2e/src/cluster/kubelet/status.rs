@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
+use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Container, Node, Pod};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
@@ -47,9 +49,9 @@ pub fn lease(node: &str) -> Value {
 }
 
 /// All containers run; they are ready or not yet.
-pub fn running(pod: &Pod, address: Ipv4Addr, ready: bool) -> Value {
+pub fn running(pod: &Pod, address: Ipv4Addr, ready: bool, restarts: u32) -> Value {
     let state = json!({"running": {"startedAt": now()}});
-    status(pod, "Running", Some(address), ready, &state, 0)
+    status(pod, "Running", Some(address), ready, &state, restarts)
 }
 
 /// All containers have ended with an error and wait to be started again.
@@ -63,6 +65,28 @@ pub fn crashed(pod: &Pod, address: Ipv4Addr) -> Value {
 pub fn image_missing(pod: &Pod) -> Value {
     let state = json!({"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}});
     status(pod, "Pending", None, false, &state, 0)
+}
+
+/// What a container names is not there.
+pub fn lacking(pod: &Pod, what: &str) -> Value {
+    let state = json!({"waiting": {"reason": "CreateContainerConfigError", "message": what}});
+    status(pod, "Pending", None, false, &state, 0)
+}
+
+/// Where a container is asked whether it is ready, and how often once it is.
+pub fn probe(container: &Container, address: Ipv4Addr) -> (String, Duration) {
+    let probe = container.readiness_probe.as_ref();
+    let get = probe.and_then(|probe| probe.http_get.as_ref());
+    let path = get.and_then(|get| get.path.as_deref()).unwrap_or("/");
+    let port = match get.map(|get| &get.port) {
+        Some(IntOrString::Int(port)) => *port,
+        _ => 80,
+    };
+    let period = probe.and_then(|probe| probe.period_seconds).unwrap_or(10);
+    (
+        format!("http://{address}:{port}{path}"),
+        Duration::from_secs(period as u64),
+    )
 }
 
 fn status(pod: &Pod, phase: &str, address: Option<Ipv4Addr>, ready: bool, state: &Value, restarts: u32) -> Value {
