@@ -367,7 +367,7 @@ impl World {
         match life.start {
             Start::ImageMissing => {
                 self.patch(pod, &status::image_missing(pod)).await;
-                std::future::pending().await
+                std::future::pending::<()>().await;
             }
             Start::CrashLoop => return,
             Start::Ready(after) => {

@@ -7,6 +7,8 @@
 //! | [`servers`] | the server processes and their flags; who ends them when the test is killed |
 //! | [`api`] | a client of the API server |
 //! | [`audit`] | what the API server was asked, by whom |
+//! | [`fault`] | a proxy before the API server that breaks what a test says |
+//! | [`record`] | every event of a namespace |
 //! | [`kubelet`] | nodes, the scripts by which pods come and go, and their processes |
 //! | [`peer`] | a pod's process that speaks the contracts of engine and router and computes nothing |
 //!
@@ -15,10 +17,12 @@
 
 pub mod api;
 pub mod audit;
+pub mod fault;
 pub mod kubelet;
 pub mod network;
 pub mod peer;
 pub mod pki;
+pub mod record;
 pub mod servers;
 
 use std::path::{Path, PathBuf};
@@ -108,8 +112,17 @@ impl Cluster {
         let binding: RoleBinding = serde_json::from_value(binding).expect("a binding");
         let made = Api::namespaced(&admin, namespace).create(&binding).await;
         made.expect("a binding");
-        let kubeconfig = self.token(namespace, name).await;
-        Client::new(self.servers.proxy(&kubeconfig))
+        Client::new(self.plain(&self.token(namespace, name).await))
+    }
+
+    /// A plain address that adds a kubeconfig's token and TLS: of a `kubectl proxy`.
+    pub fn plain(&self, kubeconfig: &Path) -> String {
+        self.servers.proxy(kubeconfig)
+    }
+
+    /// A kubeconfig for a plain address that adds token and TLS by itself.
+    pub fn kubeconfig_of(&self, name: &str, server: &str) -> PathBuf {
+        self.servers.kubeconfig_of(name, server)
     }
 
     /// A kubeconfig that acts as a service account.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Who calls the API server with a token that it knew at its start. Operators get theirs from their service account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,18 +94,15 @@ impl Pki {
 
     /// Writes a kubeconfig for a token.
     pub fn kubeconfig(&self, name: &str, address: &str, port: u16, token: &str) -> PathBuf {
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "test", "cluster": {
-                "server": format!("https://{address}:{port}"),
-                "certificate-authority": self.path("ca.crt"),
-            }}],
-            "users": [{"name": "user", "user": {"token": token}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "user"}}],
-            "current-context": "test",
+        let cluster = json!({
+            "server": format!("https://{address}:{port}"), "certificate-authority": self.path("ca.crt"),
         });
-        self.write(name, &config.to_string())
+        self.write(name, &config(&cluster, &json!({"token": token})).to_string())
+    }
+
+    /// Writes a kubeconfig for an address that needs neither token nor TLS.
+    pub fn plain_kubeconfig(&self, name: &str, server: &str) -> PathBuf {
+        self.write(name, &config(&json!({"server": server}), &json!({})).to_string())
     }
 
     fn write(&self, name: &str, content: &str) -> PathBuf {
@@ -113,6 +110,17 @@ impl Pki {
         write(&path, content);
         path
     }
+}
+
+fn config(cluster: &Value, user: &Value) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": cluster}],
+        "users": [{"name": "user", "user": user}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "user"}}],
+        "current-context": "test",
+    })
 }
 
 fn write(path: &Path, content: &str) {

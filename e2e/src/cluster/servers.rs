@@ -290,6 +290,11 @@ impl Servers {
         self.pki.kubeconfig(name, ADDRESS, PORT, token)
     }
 
+    /// Writes a kubeconfig for a plain address.
+    pub fn kubeconfig_of(&self, name: &str, server: &str) -> PathBuf {
+        self.pki.plain_kubeconfig(name, server)
+    }
+
     /// One JSON object a line, one for each request.
     pub fn audit_log(&self) -> PathBuf {
         self.dir.join("audit.log")

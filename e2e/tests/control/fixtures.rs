@@ -5,12 +5,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use futures::StreamExt;
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Node, Pod};
 use serde_json::json;
 use tandem_e2e::cluster::api::{Api, Client, Patch};
 use tandem_e2e::cluster::audit::Request;
+use tandem_e2e::cluster::fault::{Fault, Proxy};
 use tandem_e2e::cluster::kubelet::{Life, Start};
+use tandem_e2e::cluster::record::{Recorder, State};
 use tandem_e2e::cluster::{self, Cluster, PATIENCE};
 use tandem_e2e::eventually;
 
@@ -289,4 +292,97 @@ fn processes_of(dir: &str) -> usize {
     let all = std::fs::read_dir("/proc").expect("/proc").filter_map(Result::ok);
     all.filter(|entry| std::fs::read(entry.path().join("cmdline")).is_ok_and(|line| line.starts_with(dir.as_bytes())))
         .count()
+}
+
+#[test]
+fn the_proxy_does_to_a_request_what_it_is_told() {
+    cluster::test(async |cluster| {
+        let name = cluster.namespace("faults").await;
+        let proxy = Proxy::start(cluster.plain(&cluster.dir().join("pki/admin.kubeconfig"))).await;
+        let http = reqwest::Client::new();
+        let url = |map: &str| format!("{}/api/v1/namespaces/{name}/configmaps{map}", proxy.server());
+        let make = async |map: &str| {
+            let body = json!({"metadata": {"name": map}}).to_string();
+            let sent = http.post(url("")).header("content-type", "application/json").body(body);
+            sent.send().await.map(|answer| answer.status().as_u16())
+        };
+        let client = cluster.admin();
+        let maps: Api<ConfigMap> = Api::namespaced(&client, &name);
+        assert_eq!(make("passed").await.expect("an answer"), 201);
+        proxy.rule(|_| Fault::Status(429));
+        assert_eq!(make("refused").await.expect("an answer"), 429);
+        proxy.rule(|_| Fault::Drop);
+        make("dropped").await.expect_err("no answer");
+        for map in ["refused", "dropped"] {
+            assert_eq!(maps.get(map).await.expect_err("it was never asked for").code, 404);
+        }
+        proxy.rule(|_| Fault::Unheard);
+        make("unheard").await.expect_err("no answer");
+        maps.get("unheard").await.expect("it was made all the same");
+        proxy.rule(|seen| if seen.writes() { Fault::Hold } else { Fault::None });
+        let mut held = proxy.held();
+        tokio::select! {
+            _ = make("held") => panic!("an answer"),
+            held = held.changed() => held.expect("the proxy is there"),
+        }
+        maps.get("held").await.expect("it was made all the same");
+        proxy.rule(|_| Fault::None);
+        assert_eq!(proxy.seen().iter().filter(|seen| seen.writes()).count(), 5);
+
+        // A watch is open until it is cut.
+        let open = http.get(url("?watch=true&resourceVersion=0")).send().await;
+        let mut events = open.expect("a watch").bytes_stream();
+        events
+            .next()
+            .await
+            .expect("an event")
+            .expect("of the maps that are there");
+        proxy.cut_watches();
+        loop {
+            match events.next().await {
+                Some(Ok(_)) => {}
+                Some(Err(_)) => break,
+                None => panic!("the watch ended well"),
+            }
+        }
+    });
+}
+
+#[test]
+fn the_recorder_misses_no_event() {
+    cluster::test(async |cluster| {
+        let name = cluster.namespace("record").await;
+        crate::crd(cluster).await;
+        let client = cluster.admin();
+        let maps: Api<ConfigMap> = Api::namespaced(&client, &name);
+        let recorder = Recorder::start(&client, &name).await;
+        let map = json!({"metadata": {"name": "m"}, "data": {"count": "0"}});
+        maps.create(&serde_json::from_value(map).expect("a map"))
+            .await
+            .expect("a map");
+        for count in 1..=20 {
+            let patch = json!({"data": {"count": count.to_string()}});
+            maps.patch("m", Patch::Merge, &patch).await.expect("an edit");
+        }
+        maps.delete("m", &json!({})).await.expect("a deletion");
+        let end = json!({"metadata": {"name": "end"}});
+        maps.create(&serde_json::from_value(end).expect("a map"))
+            .await
+            .expect("a map");
+        let ended = |state: &State| {
+            state
+                .get("configmaps", "end")
+                .map(|_| ())
+                .ok_or_else(|| "not yet".to_owned())
+        };
+        recorder.until("the last event", PATIENCE, ended).await;
+        let events = recorder.events();
+        let of_it = events.iter().filter(|event| event.object["metadata"]["name"] == "m");
+        let counts: Vec<_> = of_it
+            .map(|event| (event.object["data"]["count"].clone(), event.gone))
+            .collect();
+        let mut wanted: Vec<_> = (0..=20).map(|count| (json!(count.to_string()), false)).collect();
+        wanted.push((json!("20"), true));
+        assert_eq!(counts, wanted);
+    });
 }

@@ -16,6 +16,7 @@ use tandem_wire::proto::{
 };
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::IntervalStream;
+use tonic::metadata::MetadataValue;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
@@ -132,7 +133,7 @@ impl Engine {
     }
 
     fn unlock<T>(&self, request: &Request<T>) -> Result<(), Status> {
-        let presented = request.metadata().get("authorization").map(|value| value.as_bytes());
+        let presented = request.metadata().get("authorization").map(MetadataValue::as_bytes);
         if presented == Some(format!("Bearer {}", self.token).as_bytes()) {
             Ok(())
         } else {

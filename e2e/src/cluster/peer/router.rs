@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
+use hyper::http::HeaderValue;
 use hyper::{Method, Request};
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Map, Value, json};
@@ -128,7 +129,7 @@ impl Router {
     }
 
     async fn admin(&self, request: Request<Incoming>) -> Answer {
-        let presented = request.headers().get("authorization").map(|value| value.as_bytes());
+        let presented = request.headers().get("authorization").map(HeaderValue::as_bytes);
         if presented != Some(format!("Bearer {}", self.token).as_bytes()) {
             return refused(401, "the token is not the one of --admin-token-file");
         }
@@ -140,11 +141,11 @@ impl Router {
             (Method::GET, "/admin/traffic") => Answer::Json(200, self.traffic(script)),
             (Method::GET, "/admin/knobs") => Answer::Json(200, self.state().knobs.clone().into()),
             (Method::POST, "/admin/traffic") => match obey(script.traffic, request).await {
-                Ok(order) => self.direct(order, script),
+                Ok(order) => self.direct(order.as_ref(), script),
                 Err(answer) => answer,
             },
             (Method::POST, "/admin/knobs") => match obey(script.knobs, request).await {
-                Ok(order) => self.turn(order),
+                Ok(order) => self.turn(order.as_ref()),
                 Err(answer) => answer,
             },
             (Method::POST, "/admin/probe") => self.probe(request).await,
@@ -177,7 +178,7 @@ impl Router {
         json!({"mode": state.mode, "remaining_ms": left, "in_flight": script.in_flight, "queued": 0})
     }
 
-    fn direct(&self, order: Option<Value>, script: Script) -> Answer {
+    fn direct(&self, order: Option<&Value>, script: Script) -> Answer {
         if let Some(order) = order {
             let Some(mode @ ("admit" | "queue" | "reject")) = order["mode"].as_str() else {
                 return refused(400, "mode is admit, queue or reject");
@@ -197,9 +198,9 @@ impl Router {
         Answer::Json(200, self.traffic(script))
     }
 
-    fn turn(&self, order: Option<Value>) -> Answer {
+    fn turn(&self, order: Option<&Value>) -> Answer {
         let mut state = self.state();
-        for (name, value) in order.iter().filter_map(Value::as_object).flatten() {
+        for (name, value) in order.and_then(Value::as_object).into_iter().flatten() {
             match state.knobs.get_mut(name) {
                 Some(knob) => *knob = value.clone(),
                 None => return refused(400, &format!("{name} is no knob")),
