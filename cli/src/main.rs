@@ -5,6 +5,8 @@ mod claims;
 mod console;
 #[cfg(test)]
 mod corpus;
+mod diagnose;
+mod http;
 mod manifest;
 mod plan;
 mod up;
@@ -33,6 +35,8 @@ enum Command {
     Flush(up::FlushArgs),
     /// Say what a change of a PDDeployment does, step by step, before it is made
     Plan(plan::PlanArgs),
+    /// Say which layer is at fault, if one is: client path, router, prefill, transfer or decode; exit code by verdict
+    Diagnose(diagnose::DiagnoseArgs),
     /// Load a server and measure it
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -56,6 +60,7 @@ fn main() -> ExitCode {
             Command::Status(args) => up::status(args).await,
             Command::Flush(args) => up::flush(args).await,
             Command::Plan(args) => plan::plan(&args),
+            Command::Diagnose(args) => diagnose::diagnose(args).await,
             Command::Bench(command) => bench::run(command).await,
         }
     });

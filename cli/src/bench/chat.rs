@@ -14,6 +14,7 @@ use super::client::{Sample, Server, Shape};
 use super::prompt::{Prompts, words_for};
 use super::report::{Report, Run};
 use crate::console;
+use crate::http::Trust;
 
 /// Two lengths, in words, at which the server is asked for its count.
 const FEW: usize = 8;
@@ -38,6 +39,9 @@ pub struct ChatArgs {
     /// Come with a key: the first of a file as the router's --api-key-file
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+    /// Who signed the server's certificate, in PEM [default: whom this machine trusts]
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// Requests in flight
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
     concurrency: u16,
@@ -88,7 +92,7 @@ pub async fn run(args: ChatArgs) -> ExitCode {
 }
 
 /// The first key of `--api-key-file`.
-pub(super) fn key(file: Option<&Path>) -> Result<Option<Token>, String> {
+pub fn key(file: Option<&Path>) -> Result<Option<Token>, String> {
     let key = file.map(|path| {
         let file = SecretFile::private("--api-key-file", path);
         Keys::first(&file, &file.read()?)
@@ -99,7 +103,7 @@ pub(super) fn key(file: Option<&Path>) -> Result<Option<Token>, String> {
 async fn measure(args: &ChatArgs) -> Result<Report, String> {
     let key = key(args.api_key_file.as_deref())?;
     let deadline = Duration::from_secs(args.timeout_seconds.into());
-    let server = Server::new(&args.base_url, key.as_ref(), deadline)?;
+    let server = Server::new(&args.base_url, Trust::new(args.ca.as_deref())?, key.as_ref(), deadline)?;
     let no_answer = |error: String| format!("{} does not answer as an OpenAI server: {error}", server.url());
     let model = match &args.model {
         Some(model) => model.clone(),

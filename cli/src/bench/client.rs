@@ -3,28 +3,26 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use hyper_util::client::legacy::connect::HttpInfo;
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use reqwest::{Client, Response};
+use http_body_util::Full;
+use hyper::Request;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tandem_secrets::Token;
+use tokio::time::timeout;
 
 use super::sse::Events;
-use crate::console::with_causes;
+use crate::http::{Answer, Http, Trust, said};
 
 /// An answer that is not a stream, an error for example, is read up to this.
 const MAX_BODY: usize = 1024 * 1024;
-const CONNECT: Duration = Duration::from_secs(5);
 
 /// The server under load.
 #[derive(Debug, Clone)]
 pub struct Server {
-    client: Client,
-    /// Of each request.
-    headers: HeaderMap,
-    /// Without `/v1`.
-    url: String,
+    http: Http,
+    /// `authorization` of each request.
+    key: Option<HeaderValue>,
     deadline: Duration,
 }
 
@@ -81,37 +79,29 @@ struct Delta {
 
 impl Server {
     /// `url` with or without `/v1`; each request comes with `key` and has until `deadline`.
-    pub fn new(url: &str, key: Option<&Token>, deadline: Duration) -> Result<Self, String> {
-        let url = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
-        if !url.starts_with("http://") {
-            return Err(format!(
-                "{url:?} is not a URL that this program can load: it begins with http://"
-            ));
-        }
-        let mut headers = HeaderMap::new();
-        if let Some(key) = key {
+    pub fn new(url: &str, trust: Trust, key: Option<&Token>, deadline: Duration) -> Result<Self, String> {
+        let key = key.map(|key| {
             let mut value = HeaderValue::try_from(key.authorization()).map_err(|error| error.to_string())?;
             value.set_sensitive(true);
-            headers.insert(AUTHORIZATION, value);
-        }
+            Ok::<_, String>(value)
+        });
         Ok(Self {
-            client: client(&headers)?,
-            headers,
-            url: url.to_owned(),
+            http: Http::new(url, trust)?,
+            key: key.transpose()?,
             deadline,
         })
     }
 
     /// The same server, with no connection open yet.
-    pub fn fresh(&self) -> Result<Self, String> {
-        Ok(Self {
-            client: client(&self.headers)?,
+    pub fn fresh(&self) -> Self {
+        Self {
+            http: self.http.fresh(),
             ..self.clone()
-        })
+        }
     }
 
     pub fn url(&self) -> &str {
-        &self.url
+        self.http.url()
     }
 
     /// The first model that the server lists.
@@ -124,13 +114,9 @@ impl Server {
         struct Model {
             id: String,
         }
-        let response = self
-            .client
-            .get(format!("{}/v1/models", self.url))
-            .timeout(self.deadline)
-            .send()
-            .await;
-        let body = body(ok(response.map_err(text)?).await?).await?;
+        let body = self
+            .in_time(self.send("/v1/models", Request::get("/"), Vec::new()))
+            .await?;
         let models: Models = serde_json::from_slice(&body).map_err(|error| format!("/v1/models: {error}"))?;
         models
             .data
@@ -150,15 +136,14 @@ impl Server {
             output_tokens: 1,
             ..shape.clone()
         };
-        let response = self.post(&one, &user(prompt), false).await?;
-        let whole: Whole =
-            serde_json::from_slice(&body(response).await?).map_err(|error| format!("no usage: {error}"))?;
+        let body = self.in_time(self.post(&one, &user(prompt), false)).await?;
+        let whole: Whole = serde_json::from_slice(&body).map_err(|error| format!("no usage: {error}"))?;
         Ok(whole.usage.prompt_tokens)
     }
 
     /// One streamed request, to its end or to the deadline.
     pub async fn stream(&self, shape: &Shape, prompt: &str) -> Result<Sample, String> {
-        match tokio::time::timeout(self.deadline, self.converse(shape, &user(prompt), |_| {})).await {
+        match timeout(self.deadline, self.converse(shape, &user(prompt), |_| {})).await {
             Ok(result) => result,
             Err(_) => Err(format!("not complete after {} s", self.deadline.as_secs())),
         }
@@ -173,10 +158,10 @@ impl Server {
     ) -> Result<Sample, String> {
         let began = Instant::now();
         let mut response = self.post(shape, messages, true).await?;
-        let connection = response.extensions().get::<HttpInfo>().map(HttpInfo::local_addr);
+        let connection = response.connection;
         let mut events = Events::default();
         let mut state = Streamed::default();
-        while let Some(chunk) = response.chunk().await.map_err(text)? {
+        while let Some(chunk) = response.chunk().await.map_err(|error| error.to_string())? {
             came(chunk.len());
             let at = began.elapsed();
             let mut fault = None;
@@ -193,7 +178,7 @@ impl Server {
         state.end(began.elapsed(), connection)
     }
 
-    async fn post(&self, shape: &Shape, messages: &Value, stream: bool) -> Result<Response, String> {
+    async fn post(&self, shape: &Shape, messages: &Value, stream: bool) -> Result<Answer, String> {
         let mut request = json!({
             "model": shape.model,
             "messages": messages,
@@ -207,25 +192,36 @@ impl Server {
         if shape.ignore_eos {
             request["ignore_eos"] = json!(true);
         }
-        let mut post = self
-            .client
-            .post(format!("{}/v1/chat/completions", self.url))
-            .json(&request);
-        if !stream {
-            post = post.timeout(self.deadline);
-        }
-        ok(post.send().await.map_err(text)?).await
+        let post = Request::post("/").header(CONTENT_TYPE, "application/json");
+        self.send("/v1/chat/completions", post, request.to_string().into_bytes())
+            .await
     }
-}
 
-fn client(headers: &HeaderMap) -> Result<Client, String> {
-    let client = Client::builder()
-        .no_proxy()
-        .default_headers(headers.clone())
-        .connect_timeout(CONNECT)
-        .tcp_nodelay(true)
-        .build();
-    client.map_err(|error| error.to_string())
+    /// The answer, if its status says success; otherwise the server's own words.
+    async fn send(&self, path: &str, request: hyper::http::request::Builder, body: Vec<u8>) -> Result<Answer, String> {
+        let request = match &self.key {
+            Some(key) => request.header(AUTHORIZATION, key),
+            None => request,
+        };
+        let request = request.body(Full::from(body)).map_err(|error| error.to_string())?;
+        let answer = self.http.send(path, request).await.map_err(|error| error.to_string())?;
+        if answer.status.is_success() {
+            return Ok(answer);
+        }
+        let status = answer.status.as_u16();
+        Err(format!(
+            "{status}: {}",
+            said(&answer.whole(MAX_BODY).await.unwrap_or_default())
+        ))
+    }
+
+    /// The whole of an answer that is no stream.
+    async fn in_time(&self, answer: impl Future<Output = Result<Answer, String>>) -> Result<Vec<u8>, String> {
+        let whole = async { answer.await?.whole(MAX_BODY).await.map_err(|error| error.to_string()) };
+        timeout(self.deadline, whole)
+            .await
+            .map_err(|_| format!("not complete after {} s", self.deadline.as_secs()))?
+    }
 }
 
 /// A conversation of one question.
@@ -253,7 +249,7 @@ impl Streamed {
         }
         let chunk: Chunk = serde_json::from_str(data).map_err(|error| format!("an event is no chunk: {error}"))?;
         if let Some(error) = chunk.error {
-            return Err(format!("stream ended: {}", message(&error)));
+            return Err(format!("stream ended: {}", said(error.to_string().as_bytes())));
         }
         self.usage = chunk.usage.or(self.usage);
         for choice in chunk.choices {
@@ -289,43 +285,6 @@ impl Streamed {
             connection,
         })
     }
-}
-
-/// The response, if its status says success; otherwise the server's own words.
-async fn ok(response: Response) -> Result<Response, String> {
-    let status = response.status();
-    if status.is_success() {
-        return Ok(response);
-    }
-    let body = body(response).await.unwrap_or_default();
-    let said = match serde_json::from_slice::<Value>(&body) {
-        Ok(json) => message(json.get("error").unwrap_or(&json)),
-        Err(_) => String::from_utf8_lossy(&body).chars().take(200).collect(),
-    };
-    Err(format!("{}: {said}", status.as_u16()))
-}
-
-async fn body(mut response: Response) -> Result<Vec<u8>, String> {
-    let mut body = Vec::new();
-    while let Some(chunk) = response.chunk().await.map_err(text)? {
-        body.extend_from_slice(&chunk);
-        if body.len() > MAX_BODY {
-            return Err(format!("an answer is larger than {MAX_BODY} bytes"));
-        }
-    }
-    Ok(body)
-}
-
-fn message(error: &Value) -> String {
-    error
-        .get("message")
-        .and_then(Value::as_str)
-        .map_or_else(|| error.to_string(), str::to_owned)
-}
-
-/// Without the URL, which is the same for all requests.
-fn text(error: reqwest::Error) -> String {
-    with_causes(&error.without_url())
 }
 
 #[cfg(test)]
@@ -377,13 +336,5 @@ mod tests {
             let error = streamed(events).unwrap_err();
             assert!(error.contains(reason), "{events:?}: {error}");
         }
-    }
-
-    #[test]
-    fn a_base_url_is_taken_with_and_without_v1() {
-        for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"] {
-            assert_eq!(Server::new(url, None, ms(1)).unwrap().url(), "http://h:1");
-        }
-        assert!(Server::new("https://h", None, ms(1)).unwrap_err().contains("http://"));
     }
 }

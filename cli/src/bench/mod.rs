@@ -22,6 +22,8 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 
+pub use chat::key;
+
 /// What to load.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {

@@ -22,6 +22,7 @@ use super::chat::key;
 use super::client::{Sample, Server, Shape};
 use super::prompt::Prompts;
 use crate::console;
+use crate::http::Trust;
 
 /// Words of each question.
 const WORDS: usize = 32;
@@ -46,6 +47,9 @@ pub struct MultiroundArgs {
     /// Come with a key: the first of a file as the router's --api-key-file
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+    /// Who signed the certificates of both, in PEM [default: whom this machine trusts]
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// Conversations at the same time
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     sessions: u32,
@@ -166,7 +170,8 @@ async fn measure(args: &MultiroundArgs) -> Result<Vec<Side>, String> {
     let key = key(args.api_key_file.as_deref())?;
     let deadline = Duration::from_secs(args.timeout_seconds.into());
     let urls = [Some(&args.base_url), args.compare.as_ref()];
-    let server = |url: &String| Server::new(url, key.as_ref(), deadline);
+    let trust = Trust::new(args.ca.as_deref())?;
+    let server = |url: &String| Server::new(url, trust.clone(), key.as_ref(), deadline);
     let sides: Vec<Vec<Server>> = urls
         .into_iter()
         .flatten()
@@ -221,12 +226,8 @@ async fn converse(plan: &Plan, server: &Server, session: u32) -> Vec<Turn> {
         let number = u64::from(session) * u64::from(plan.rounds) + u64::from(round);
         let question = format!("Say something about: {}.", plan.prompts.prompt(number));
         messages.push(json!({"role": "user", "content": question}));
-        let server = if plan.fresh { server.fresh() } else { Ok(server.clone()) };
-        let asked = match server {
-            Ok(server) => ask(plan, &server, &messages, (session, round)).await,
-            Err(reason) => Err(Outcome::Failed { reason }),
-        };
-        let outcome = match asked {
+        let server = if plan.fresh { server.fresh() } else { server.clone() };
+        let outcome = match ask(plan, &server, &messages, (session, round)).await {
             Ok(sample) => {
                 let connection = match (sample.connection, before) {
                     (None, _) => Connection::Unknown,

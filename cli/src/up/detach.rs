@@ -30,7 +30,7 @@ pub async fn start(args: &UpArgs) -> Result<(), UpError> {
         source,
     };
     if state::is_held(&dir).map_err(use_dir)? {
-        return Err(super::running(&dir));
+        return Err(super::runs_already(&dir));
     }
     let log_dir = args.log_dir.clone().unwrap_or_else(|| dir.join("logs"));
     std::fs::create_dir_all(&log_dir).map_err(|source| UpError::Logs {

@@ -39,6 +39,11 @@ use crate::console;
 use crate::manifest::{self, ManifestError};
 use plan::Front;
 
+pub use plan::Role;
+pub use stack::base_url;
+pub use state::{running, token_file};
+pub use status::knobs_json;
+
 /// `tandem up`.
 #[derive(Debug, Args)]
 pub struct UpArgs {
@@ -109,7 +114,7 @@ pub struct FlushArgs {
 }
 
 #[derive(Debug, Args)]
-struct StateArgs {
+pub struct StateArgs {
     /// Where this machine's deployment is recorded; one folder per deployment that runs at a time
     /// [default: tandem/up in the user's state folder]
     #[arg(long = "state-dir", value_name = "DIR")]
@@ -118,7 +123,7 @@ struct StateArgs {
 
 impl StateArgs {
     /// Absolute, so that what names it holds from everywhere.
-    fn dir(&self) -> Result<PathBuf, UpError> {
+    pub fn dir(&self) -> Result<PathBuf, UpError> {
         let dir = match &self.dir {
             Some(dir) => dir.clone(),
             None => claims::xdg_dir("XDG_STATE_HOME", ".local/state")
@@ -268,7 +273,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
             dir: dir.clone(),
             source,
         })?
-        .ok_or_else(|| running(&dir))?;
+        .ok_or_else(|| runs_already(&dir))?;
 
     let front = front(args, spec)?;
     let engine = binary("tandem-engine")?;
@@ -340,7 +345,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
     stack::Stack::new(setup, &plan, ports, held, console).run(signals).await
 }
 
-fn running(dir: &Path) -> UpError {
+fn runs_already(dir: &Path) -> UpError {
     let what = state::read(dir)
         .map(|state| {
             format!(

@@ -132,7 +132,8 @@ fn load_json(load: &Load) -> Value {
     })
 }
 
-fn knobs_json(knobs: &Knobs) -> Value {
+/// In effect, by name.
+pub fn knobs_json(knobs: &Knobs) -> Value {
     json!({
         "chunkedPrefillTokens": knobs.chunked_prefill_tokens,
         "maxRunning": knobs.max_running,

@@ -62,6 +62,7 @@ fn every_flag_that_the_documents_name_exists() {
         help("tandem-router", &[]),
         help("tandem", &["up"]),
         help("tandem", &["plan"]),
+        help("tandem", &["diagnose"]),
         help("tandem", &["bench", "chat"]),
         help("tandem", &["bench", "multiround"]),
     ]

@@ -1,0 +1,558 @@
+//! What a record says, in the terms that the rules speak in; and every observation as a line with its number.
+
+use std::fmt;
+
+use super::record::{Clients, Connection, Engine, HeardEngine, Kept, Load, Outcome, Probe, Record, Side, Way};
+
+/// A number of an observation.
+pub type Note = usize;
+
+/// One line: what was seen, and where.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct Observation {
+    pub number: Note,
+    pub place: String,
+    pub text: String,
+}
+
+/// All of them, in order.
+#[derive(Debug, Default)]
+pub struct Notes(pub Vec<Observation>);
+
+impl Notes {
+    fn take(&mut self, place: &str, text: String) -> Note {
+        let number = self.0.len() + 1;
+        self.0.push(Observation {
+            number,
+            place: place.to_owned(),
+            text,
+        });
+        number
+    }
+}
+
+/// Time for people.
+pub struct Seconds(pub u64);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            ms @ 0..10_000 => write!(f, "{}.{} s", ms / 1000, ms % 1000 / 100),
+            ms => write!(f, "{} s", ms / 1000),
+        }
+    }
+}
+
+/// What is known.
+#[derive(Debug)]
+pub struct Facts<'a> {
+    pub stuck_ms: u64,
+    /// Asked for, measured or not.
+    pub via: Option<&'a str>,
+    /// The router's last word on its clients, and where it stands among the observations.
+    pub clients: Option<(&'a Clients, Note)>,
+    /// The router's admin port was asked and did not answer.
+    pub unread: Option<Note>,
+    /// Requests in flight, ours left out.
+    pub waits: Vec<Wait<'a>>,
+    /// Connections whose client takes nothing.
+    pub blocked: Vec<&'a Connection>,
+    pub blocked_note: Note,
+    /// Engines by their own word, with what the router says of each.
+    pub engines: Vec<EngineFacts<'a>>,
+    probes: Vec<(&'a Probe, Note)>,
+}
+
+/// A request in flight.
+#[derive(Debug)]
+pub struct Wait<'a> {
+    pub state: &'a str,
+    /// Since it last moved: a token, or another state.
+    pub step_ms: u64,
+    pub note: Note,
+}
+
+/// One engine.
+#[derive(Debug)]
+pub struct EngineFacts<'a> {
+    pub side: Side,
+    pub endpoint: &'a str,
+    pub condition: Condition,
+    /// Its places are taken, or some wait for one.
+    pub full: bool,
+    pub heard: Option<&'a HeardEngine>,
+    /// Of its own word, and of the router's.
+    pub notes: Vec<Note>,
+}
+
+/// How an engine is, by its own word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Condition {
+    /// It does not answer.
+    Silent,
+    /// It has nothing to compute.
+    Idle,
+    /// It has, and each step took at most so long.
+    Steps { longest_ms: u64 },
+    /// It has, and made no step for too long.
+    Late { longest_ms: u64 },
+}
+
+impl<'a> Facts<'a> {
+    /// Reads a record.
+    pub fn of(record: &'a Record, notes: &mut Notes) -> Self {
+        let mut facts = Self {
+            stuck_ms: record.limits.stuck_ms,
+            via: record.via.as_deref(),
+            clients: None,
+            unread: None,
+            waits: Vec::new(),
+            blocked: Vec::new(),
+            blocked_note: 0,
+            engines: Vec::new(),
+            probes: Vec::new(),
+        };
+        facts.clients(record, notes);
+        facts.engines(record, notes);
+        facts.probes(record, notes);
+        facts
+    }
+
+    fn clients(&mut self, record: &'a Record, notes: &mut Notes) {
+        let Some(last) = record.clients.last() else {
+            return;
+        };
+        let place = last.place.as_str();
+        let clients = match (last.read(), last.failed()) {
+            (Some(clients), _) => clients,
+            (None, why) => {
+                let why = why.unwrap_or_default();
+                self.unread = Some(notes.take(place, format!("the router's clients cannot be read: {why}")));
+                return;
+            }
+        };
+        let note = notes.take(
+            place,
+            format!(
+                "{} in flight, {} open; {}",
+                count(clients.in_flight, "request"),
+                count(clients.open, "client connection"),
+                match clients.last_answer_written_ms {
+                    Some(ms) => format!("last answer fully written {} ago", Seconds(ms)),
+                    None => "no answer written yet".to_owned(),
+                },
+            ),
+        );
+        self.clients = Some((clients, note));
+        let lately = &clients.lately;
+        if lately.ended > 0 {
+            let failed: Vec<_> = lately
+                .failed
+                .iter()
+                .map(|(code, count)| format!("{code} {count}"))
+                .collect();
+            let failed = if failed.is_empty() {
+                String::new()
+            } else {
+                format!("; failed: {}", failed.join(", "))
+            };
+            notes.take(
+                place,
+                format!(
+                    "of {} ended within {}: {} left by their client before the answer ended, {} cut off because their client took nothing{failed}",
+                    count(lately.ended, "request"),
+                    Seconds(lately.since_ms),
+                    lately.client_gone,
+                    lately.client_stalled,
+                ),
+            );
+        }
+        self.blocked = clients
+            .connections
+            .iter()
+            .filter(|connection| connection.state == "blocked")
+            .collect();
+        if !self.blocked.is_empty() {
+            let ages: Vec<u64> = self.blocked.iter().map(|connection| connection.state_ms).collect();
+            let unsent: u64 = self.blocked.iter().fold(0, |sum, c| sum.saturating_add(c.unsent_bytes));
+            self.blocked_note = notes.take(
+                place,
+                format!(
+                    "{} blocked on write for {}, {unsent} bytes unsent",
+                    count(ages.len() as u64, "client connection"),
+                    range(&ages),
+                ),
+            );
+        }
+        // one line for each state
+        let requests = || {
+            let all = clients.connections.iter().flat_map(|connection| &connection.requests);
+            all.filter(|request| !request.probe)
+        };
+        let mut states: Vec<&str> = requests().map(|request| request.state.as_str()).collect();
+        states.sort_unstable();
+        states.dedup();
+        for state in states {
+            let of_state: Vec<u64> = requests()
+                .filter(|request| request.state == state)
+                .map(|request| request.state_ms.min(request.last_token_ms.unwrap_or(u64::MAX)))
+                .collect();
+            let note = notes.take(
+                place,
+                format!(
+                    "{} in state {state}, last moved {} ago",
+                    count(of_state.len() as u64, "request"),
+                    range(&of_state)
+                ),
+            );
+            self.waits
+                .extend(of_state.into_iter().map(|step_ms| Wait { state, step_ms, note }));
+        }
+    }
+
+    fn engines(&mut self, record: &'a Record, notes: &mut Notes) {
+        let heard = record.heard.last();
+        if let Some((place, why)) = heard.and_then(|heard| Some((&heard.place, heard.failed()?))) {
+            notes.take(place, format!("the router's engines cannot be read: {why}"));
+        }
+        for engine in &record.engines {
+            let known = heard.and_then(|heard| heard.read());
+            let heard_of = known.and_then(|known| known.engines.iter().find(|heard| heard.endpoint == engine.endpoint));
+            let worked_ms = self.worked_ms(engine.side);
+            let (condition, full) = condition(engine, record.limits.stuck_ms, worked_ms);
+            let place = engine.loads.last().map_or(&engine.info.place, |load| &load.place);
+            let mut own = vec![notes.take(place, own_word(engine, condition))];
+            if let (Some(of), Some(heard)) = (heard_of, heard) {
+                own.push(notes.take(&heard.place, routers_word(of)));
+            }
+            self.engines.push(EngineFacts {
+                side: engine.side,
+                endpoint: &engine.endpoint,
+                condition,
+                full,
+                heard: heard_of,
+                notes: own,
+            });
+        }
+    }
+
+    /// For how long the router says that engines of a side have had something to compute.
+    fn worked_ms(&self, side: Side) -> u64 {
+        let state = side.name();
+        self.waits
+            .iter()
+            .filter(|wait| wait.state == state)
+            .map(|wait| wait.step_ms)
+            .max()
+            .unwrap_or(0)
+    }
+
+    fn probes(&mut self, record: &'a Record, notes: &mut Notes) {
+        // passed ones of a kind are one line
+        let mut rest: Vec<&'a Probe> = record.probes.iter().collect();
+        while let Some(first) = rest.first().copied() {
+            let alike = |probe: &&Probe| {
+                (probe.way, &probe.place, probe.connection) == (first.way, &first.place, first.connection)
+                    && passed(probe).is_some() == passed(first).is_some()
+            };
+            let (group, others): (Vec<_>, Vec<_>) = rest.into_iter().partition(alike);
+            let note = notes.take(&first.place, probes_line(&group));
+            self.probes.extend(group.into_iter().map(|probe| (probe, note)));
+            rest = others;
+        }
+    }
+
+    /// The probes of one way.
+    pub fn way(&self, way: Way) -> Probed<'a> {
+        let of_way = self.probes.iter().filter(|(probe, _)| probe.way == way);
+        Probed {
+            stuck_ms: self.stuck_ms,
+            probes: of_way
+                .filter(|(probe, _)| !matches!(probe.outcome, Outcome::NotMade { .. }))
+                .copied()
+                .collect(),
+        }
+    }
+
+    /// Engines of a side.
+    pub fn side(&self, side: Side) -> impl Iterator<Item = &EngineFacts<'a>> {
+        self.engines.iter().filter(move |engine| engine.side == side)
+    }
+
+    /// Those that take in more than they can hold, and step: what waits for them waits for its turn.
+    pub fn busy(&self, side: Side) -> bool {
+        self.side(side).any(EngineFacts::busy)
+    }
+
+    /// Since the request last moved, as far as that is known: an engine whose answer is not streamed tells little on the way,
+    /// but its steps are the request's.
+    pub fn step_ms(&self, wait: &Wait<'_>) -> u64 {
+        let side = match wait.state {
+            "prefill_queue" | "prefill" => Side::Prefill,
+            "decode" => Side::Decode,
+            "queue" | "accept" if self.busy(Side::Decode) => Side::Decode,
+            "queue" if self.busy(Side::Prefill) => Side::Prefill,
+            _ => return wait.step_ms,
+        };
+        let steps = self.side(side).filter_map(|engine| match engine.condition {
+            Condition::Steps { longest_ms } => Some(longest_ms),
+            _ => None,
+        });
+        steps.max().map_or(wait.step_ms, |longest| wait.step_ms.min(longest))
+    }
+
+    /// Requests in one of `states` that have not moved for too long, by their observations.
+    pub fn stuck_in(&self, states: &[&str]) -> Option<Vec<Note>> {
+        let stuck = |wait: &&Wait<'_>| states.contains(&wait.state) && self.step_ms(wait) >= self.stuck_ms;
+        let mut notes: Vec<Note> = self.waits.iter().filter(stuck).map(|wait| wait.note).collect();
+        notes.dedup();
+        (!notes.is_empty()).then_some(notes)
+    }
+}
+
+impl EngineFacts<'_> {
+    /// It has more than it can hold, and steps.
+    pub fn busy(&self) -> bool {
+        self.full && matches!(self.condition, Condition::Steps { .. })
+    }
+
+    /// The router uses it, and has heard of it a moment ago.
+    pub fn heard_well(&self, stuck_ms: u64) -> bool {
+        let fresh =
+            |heard: &HeardEngine| heard.state != "down" && heard.report_age_ms.is_some_and(|age| age < stuck_ms);
+        self.heard.is_some_and(fresh)
+    }
+}
+
+/// Probes of one way that could be made.
+#[derive(Debug)]
+pub struct Probed<'a> {
+    stuck_ms: u64,
+    pub probes: Vec<(&'a Probe, Note)>,
+}
+
+impl<'a> Probed<'a> {
+    /// Was this way measured?
+    pub fn measured(&self) -> bool {
+        !self.probes.is_empty()
+    }
+
+    /// It was, and each passed quickly.
+    pub fn fine(&self) -> bool {
+        self.measured() && self.bad().next().is_none()
+    }
+
+    /// Those that did not pass, or were slow.
+    pub fn bad(&self) -> impl Iterator<Item = (&'a Probe, Note)> {
+        let slow = self.stuck_ms;
+        let well = move |probe: &Probe| passed(probe).is_some_and(|total_ms| total_ms < slow);
+        self.probes.iter().copied().filter(move |(probe, _)| !well(probe))
+    }
+
+    /// By their observations.
+    pub fn notes(&self) -> Vec<Note> {
+        let mut notes: Vec<Note> = self.probes.iter().map(|(_, note)| *note).collect();
+        notes.dedup();
+        notes
+    }
+}
+
+/// How long it took, if it passed.
+pub fn passed(probe: &Probe) -> Option<u64> {
+    match probe.outcome {
+        Outcome::Passed { total_ms, .. } => Some(total_ms),
+        _ => None,
+    }
+}
+
+/// Its condition over all its reports, and whether it was full at the last one. `worked_ms`: for so long others say that it has
+/// had something to compute.
+fn condition(engine: &Engine, stuck_ms: u64, worked_ms: u64) -> (Condition, bool) {
+    if engine.info.read().is_none() || engine.loads.last().is_some_and(|load| load.read().is_none()) {
+        return (Condition::Silent, false);
+    }
+    let mut since = None;
+    let mut longest = None;
+    let mut full = false;
+    for reading in &engine.loads {
+        let Some(load) = reading.read() else { continue };
+        full = load.waiting > 0 || load.max_running > 0 && load.running >= load.max_running;
+        if computes(engine.side, load) {
+            // an engine that has just got its first work made its last step long ago
+            let since = *since.get_or_insert(reading.at_ms);
+            let worked = reading.at_ms.saturating_sub(since).max(worked_ms);
+            longest = longest.max(Some(load.last_step_age_ms.min(worked)));
+        } else {
+            since = None;
+        }
+    }
+    let condition = match longest {
+        None => Condition::Idle,
+        Some(longest_ms) if longest_ms >= stuck_ms => Condition::Late { longest_ms },
+        Some(longest_ms) => Condition::Steps { longest_ms },
+    };
+    (condition, full)
+}
+
+/// Has it something to compute? What only waits for bytes of a hand-off is nothing.
+fn computes(side: Side, load: &Load) -> bool {
+    let running = match side {
+        Side::Prefill => load.running,
+        Side::Decode => load.running.saturating_sub(load.transferring),
+    };
+    running > 0 || load.transferring == 0 && load.waiting > 0
+}
+
+fn own_word(engine: &Engine, condition: Condition) -> String {
+    let name = format!("{} {}", engine.side.name(), engine.endpoint);
+    let failed = engine
+        .loads
+        .last()
+        .and_then(|load| load.failed())
+        .or(engine.info.failed());
+    if let Some(why) = failed {
+        return format!("{name} does not answer: {why}");
+    }
+    let Some(load) = engine.loads.iter().rev().find_map(|load| load.read()) else {
+        return format!("{name} answers, and reports no load");
+    };
+    let steps = match condition {
+        Condition::Silent | Condition::Idle => format!("idle, last step {} ago", Seconds(load.last_step_age_ms)),
+        Condition::Steps { longest_ms } => format!("it steps, longest step {}", Seconds(longest_ms)),
+        Condition::Late { longest_ms } => format!("no step for {}", Seconds(longest_ms)),
+    };
+    format!(
+        "{name}: {} of {} running, {} waiting, {} transferring, {} of {} pages free; {steps}{}",
+        load.running,
+        load.max_running,
+        load.waiting,
+        load.transferring,
+        load.free_pages,
+        load.total_pages,
+        if load.draining { "; it drains" } else { "" },
+    )
+}
+
+fn routers_word(heard: &HeardEngine) -> String {
+    let report = match heard.report_age_ms {
+        Some(age) => format!("its last report {} old", Seconds(age)),
+        None => "no report".to_owned(),
+    };
+    let reason = heard
+        .reason
+        .as_ref()
+        .map(|reason| format!(": {reason}"))
+        .unwrap_or_default();
+    format!(
+        "the router has {} {} as {}, {report}, {} there{reason}",
+        heard.side,
+        heard.endpoint,
+        heard.state,
+        count(heard.in_flight, "request"),
+    )
+}
+
+fn probes_line(probes: &[&Probe]) -> String {
+    let Some(first) = probes.first() else {
+        return String::new();
+    };
+    let what = match (first.way, first.connection) {
+        (Way::Via | Way::Router, Kept::Fresh) => "fresh probe",
+        (Way::Via | Way::Router, Kept::Reused) => "reused probe",
+        (Way::Pair, _) => "direct probe of both legs",
+        (Way::Decode, _) => "direct probe of decode alone",
+    };
+    let times: Vec<u64> = probes.iter().filter_map(|probe| passed(probe)).collect();
+    if !times.is_empty() {
+        let slowest = probes.iter().max_by_key(|probe| passed(probe));
+        let spent = slowest.map(|probe| mostly(&probe.outcome)).unwrap_or_default();
+        return format!(
+            "{} passed, in {}{spent}",
+            count(times.len() as u64, what),
+            range(&times)
+        );
+    }
+    let which = if first.connection == Kept::Reused {
+        format!("{what}, number {} on its connection", first.round)
+    } else {
+        what.to_owned()
+    };
+    match &first.outcome {
+        Outcome::Passed { .. } => which,
+        Outcome::Failed {
+            total_ms,
+            status,
+            code,
+            reason,
+            ..
+        } => {
+            let status = status.map(|status| format!(" {status}")).unwrap_or_default();
+            let code = code.as_ref().map(|code| format!(" {code}")).unwrap_or_default();
+            format!("{which}: failed after {}:{status}{code} {reason}", Seconds(*total_ms))
+        }
+        Outcome::Cut {
+            total_ms,
+            received_bytes,
+        } => {
+            format!(
+                "{which}: cut off after {} and {received_bytes} bytes, before the answer ended",
+                Seconds(*total_ms)
+            )
+        }
+        Outcome::Hung {
+            waited_ms,
+            received_bytes,
+            state,
+        } => {
+            let state = state
+                .as_ref()
+                .map(|state| format!(", then in state {state}"))
+                .unwrap_or_default();
+            format!(
+                "{which}: hung: not complete after {}, {received_bytes} bytes came{state}",
+                Seconds(*waited_ms)
+            )
+        }
+        Outcome::NotMade { reason } => format!("{which}: not made: {reason}"),
+    }
+}
+
+/// Where most of its time went.
+fn mostly(outcome: &Outcome) -> String {
+    match spent_most(outcome) {
+        Some((state, ms)) if ms >= 1.0 => format!(", of that {} in {state}", Seconds(ms as u64)),
+        _ => String::new(),
+    }
+}
+
+/// The state that most of its time went to.
+pub fn spent_most(outcome: &Outcome) -> Option<(&str, f64)> {
+    let Outcome::Passed { spent_ms, .. } = outcome else {
+        return None;
+    };
+    let most = spent_ms.iter().max_by(|a, b| a.1.total_cmp(b.1))?;
+    Some((most.0.as_str(), *most.1))
+}
+
+/// `1 request`, `2 requests`.
+pub fn count(count: u64, what: &str) -> String {
+    let (what, of) = what
+        .split_once(" of ")
+        .map_or((what, String::new()), |(what, of)| (what, format!(" of {of}")));
+    let s = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{s}{of}")
+}
+
+/// `3 s`, or `3–5 s`.
+fn range(ages: &[u64]) -> String {
+    let (least, most) = (
+        ages.iter().min().copied().unwrap_or(0),
+        ages.iter().max().copied().unwrap_or(0),
+    );
+    let (least, most) = (Seconds(least).to_string(), Seconds(most).to_string());
+    if least == most {
+        most
+    } else {
+        format!("{}–{most}", least.trim_end_matches(" s"))
+    }
+}

@@ -1,0 +1,116 @@
+//! Where to look: what `tandem up` runs, or addresses given by flags.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tandem_secrets::{SecretFile, Token};
+
+use super::record::Side;
+use crate::bench::key;
+use crate::up::{self, Role, StateArgs, UpError};
+
+/// What to look at, as flags say it.
+#[derive(Debug, Args)]
+pub struct TargetArgs {
+    /// The router as its clients reach it, past everything else [default: what `tandem up` runs]
+    #[arg(long, value_name = "URL")]
+    router: Option<String>,
+    /// The router's admin port
+    #[arg(long, value_name = "HOST:PORT", requires = "admin_token_file")]
+    router_admin: Option<String>,
+    /// The token of the router's admin port
+    #[arg(long, value_name = "FILE", requires = "router_admin")]
+    admin_token_file: Option<PathBuf>,
+    /// A prefill's control port [default: those of what `tandem up` runs, or those that the router names]
+    #[arg(long = "prefill", value_name = "HOST:PORT")]
+    prefills: Vec<String>,
+    /// A decode's control port [default: as with --prefill]
+    #[arg(long = "decode", value_name = "HOST:PORT")]
+    decodes: Vec<String>,
+    /// Come with a key: the first of a file as the router's --api-key-file
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// The model to ask [default: the one that runs, or the first that the router lists]
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// What to look at.
+#[derive(Debug, Default)]
+pub struct Target {
+    pub router: Option<String>,
+    pub admin: Option<Admin>,
+    pub engines: Vec<(Side, String)>,
+    pub key: Option<Token>,
+    pub model: Option<String>,
+}
+
+/// The router's admin port.
+#[derive(Debug, Clone)]
+pub struct Admin {
+    pub place: String,
+    pub token: Token,
+}
+
+impl TargetArgs {
+    /// The addresses; of a deployment that runs, where no address is given.
+    pub fn find(&self) -> Result<Target, UpError> {
+        let key = key(self.api_key_file.as_deref()).map_err(UpError::Orders)?;
+        let given = self.router.is_some() || self.router_admin.is_some();
+        let mut target = if given || !self.prefills.is_empty() || !self.decodes.is_empty() {
+            Target::default()
+        } else {
+            self.of_up()?
+        };
+        if let Some(router) = &self.router {
+            target.router = Some(router.clone());
+        }
+        if let (Some(place), Some(path)) = (&self.router_admin, &self.admin_token_file) {
+            target.admin = Some(Admin {
+                place: place.clone(),
+                token: token(path.clone())?,
+            });
+        }
+        let of = |side: Side, given: &[String]| {
+            given
+                .iter()
+                .map(move |endpoint| (side, endpoint.clone()))
+                .collect::<Vec<_>>()
+        };
+        target.engines.extend(of(Side::Prefill, &self.prefills));
+        target.engines.extend(of(Side::Decode, &self.decodes));
+        target.key = key;
+        target.model = self.model.clone().or(target.model);
+        Ok(target)
+    }
+
+    fn of_up(&self) -> Result<Target, UpError> {
+        let dir = self.state.dir()?;
+        let state = up::running(&dir)?;
+        let mut target = Target {
+            router: Some(up::base_url(&state)),
+            model: Some(state.model.clone()),
+            ..Target::default()
+        };
+        for process in &state.processes {
+            match process.role {
+                Role::Prefill => target.engines.push((Side::Prefill, process.listen.to_string())),
+                Role::Decode => target.engines.push((Side::Decode, process.listen.to_string())),
+                Role::Router => {
+                    target.admin = Some(Admin {
+                        place: process.admin.to_string(),
+                        token: token(up::token_file(&dir))?,
+                    });
+                }
+            }
+        }
+        Ok(target)
+    }
+}
+
+fn token(path: PathBuf) -> Result<Token, UpError> {
+    let file = SecretFile::private("--admin-token-file", path);
+    Ok(Token::parse(&file, &file.read()?)?)
+}
