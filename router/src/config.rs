@@ -90,8 +90,25 @@ pub struct Config {
     #[arg(long)]
     pub prefill: Vec<String>,
     /// Control port of a decode (or unified) engine, HOST:PORT; repeat for more.
-    #[arg(long, required = true)]
+    #[arg(long, required_unless_present = "discover_decode")]
     pub decode: Vec<String>,
+    /// Instead of --prefill: the Service in a cluster whose ready endpoints are the prefill engines.
+    #[arg(
+        long,
+        value_name = "SERVICE",
+        conflicts_with = "prefill",
+        requires = "discover_decode"
+    )]
+    pub discover_prefill: Option<String>,
+    /// Instead of --decode: the Service in a cluster whose ready endpoints are the decode engines.
+    #[arg(long, value_name = "SERVICE", conflicts_with = "decode")]
+    pub discover_decode: Option<String>,
+    /// Where those Services are [default: the namespace of the kubeconfig's context, or of this pod]
+    #[arg(long, value_name = "NAMESPACE", requires = "discover_decode")]
+    pub namespace: Option<String>,
+    /// How to reach their cluster [default: as the pod that this runs in]
+    #[arg(long, value_name = "FILE", requires = "discover_decode")]
+    pub kubeconfig: Option<PathBuf>,
     /// What can be changed while it runs.
     #[command(flatten)]
     pub knobs: Knobs,
@@ -204,6 +221,16 @@ impl Config {
         if self.model_name.is_empty() {
             return Err("--model-name is empty: give the name that clients ask for".into());
         }
+        let names = [
+            ("--discover-prefill", &self.discover_prefill),
+            ("--discover-decode", &self.discover_decode),
+            ("--namespace", &self.namespace),
+        ];
+        for (flag, name) in names {
+            if let Some(name) = name.as_deref().filter(|name| !is_label(name)) {
+                return Err(format!("{flag} {name:?} is not the name of a Service or namespace"));
+            }
+        }
         for (flag, endpoints) in [("--prefill", &self.prefill), ("--decode", &self.decode)] {
             for (at, endpoint) in endpoints.iter().enumerate() {
                 let port = endpoint.rsplit_once(':').filter(|(host, _)| !host.is_empty());
@@ -220,6 +247,15 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// A DNS label, as Services and namespaces are named.
+fn is_label(name: &str) -> bool {
+    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    (1..=63).contains(&name.len())
+        && name.chars().all(|c| inner(c) || c == '-')
+        && name.starts_with(inner)
+        && name.ends_with(inner)
 }
 
 #[cfg(test)]
@@ -315,6 +351,32 @@ mod tests {
             let base = ["r", "--model-name=m", "--tokenizer=t", "--decode=h:1", given];
             let error = Config::try_parse_from(base).unwrap_err().to_string();
             assert!(error.contains(missing), "{given}: {error}");
+        }
+    }
+
+    #[test]
+    fn engines_are_named_and_looked_for_or_neither() {
+        let parsed =
+            |flags: &[&str]| Config::try_parse_from([&["r", "--model-name=m", "--tokenizer=t"], flags].concat());
+        for (flags, named) in [
+            (&[][..], "--decode"),
+            (&["--discover-prefill=p"], "--decode"),
+            (&["--decode=h:1", "--discover-decode=d"], "--discover-decode"),
+            (
+                &["--prefill=h:1", "--discover-prefill=p", "--discover-decode=d"],
+                "--discover-prefill",
+            ),
+            (&["--decode=h:1", "--kubeconfig=f"], "--discover-decode"),
+        ] {
+            let error = parsed(flags).unwrap_err().to_string();
+            assert!(error.contains(named), "{flags:?}: {error}");
+        }
+        for name in ["d", "chat-d0123456789"] {
+            assert_eq!(parsed(&["--discover-decode", name]).unwrap().check(), Ok(()));
+        }
+        for name in ["", "D", "a,b", "-a", "a=b", &"a".repeat(64)] {
+            let error = parsed(&["--discover-decode", name]).unwrap().check().unwrap_err();
+            assert!(error.contains("--discover-decode"), "{name}: {error}");
         }
     }
 

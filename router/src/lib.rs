@@ -44,7 +44,7 @@ pub use config::Config;
 pub use error::RouterError;
 
 use api::prepare::TextWork;
-use engines::Engines;
+use engines::{Cluster, ClusterError, Engines};
 use evidence::Registry;
 use flow::{Flow, Order, Queue, Traffic};
 use http::App;
@@ -78,6 +78,9 @@ pub enum StartError {
     /// The thread that loads it failed.
     #[error("loading the tokenizer failed: {0}")]
     Loading(String),
+    /// The cluster of the engines cannot be asked.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
     /// A serving thread cannot be started.
     #[error("cannot start the threads that serve: {0}; give fewer by --threads")]
     Threads(std::io::Error),
@@ -116,6 +119,10 @@ impl Router {
     ) -> Result<Self, StartError> {
         config.check().map_err(StartError::Config)?;
         let locks = Locks::start(&config)?;
+        let cluster = match config.discover_decode {
+            Some(_) => Some(Cluster::new(config.kubeconfig.as_deref(), config.namespace.as_deref()).await?),
+            None => None,
+        };
         let (listener, addr) = bind("--listen", config.listen).await?;
         let admin = match config.admin_listen {
             Some(listen) => Some(bind("--admin-listen", listen).await?),
@@ -130,7 +137,7 @@ impl Router {
         let evidence = Arc::new(Registry::default());
         let metrics = metrics::Metrics::register(&exposition, &evidence);
         let flow = Arc::new(Flow {
-            engines: Engines::start(&config, &metrics, &shards),
+            engines: Engines::start(&config, cluster.as_ref(), &metrics, &shards),
             queue: Queue::new(config.queue_limit),
             traffic: Traffic::new(config.traffic(), &metrics),
             text: Arc::clone(&text),

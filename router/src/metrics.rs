@@ -90,6 +90,11 @@ struct InMode {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfRole {
+    role: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Upstream {
     role: &'static str,
     endpoint: String,
@@ -106,6 +111,8 @@ pub struct Metrics {
     upstream_up: Family<Upstream, Gauge>,
     upstream_in_flight: Family<Upstream, Gauge>,
     upstream_occupied: Family<Upstream, Gauge>,
+    discovery_current: Family<OfRole, Gauge>,
+    discovery_failures: Family<OfRole, Counter>,
     /// Requests whose answer is not complete.
     pub in_flight: Gauge,
     /// Requests that wait for an engine with room, or are held back.
@@ -182,6 +189,8 @@ impl Metrics {
             upstream_up: Family::default(),
             upstream_in_flight: Family::default(),
             upstream_occupied: Family::default(),
+            discovery_current: Family::default(),
+            discovery_failures: Family::default(),
             in_flight: Gauge::default(),
             queue_depth: Gauge::default(),
             traffic: TrafficGauges::default(),
@@ -242,6 +251,16 @@ impl Metrics {
                 "upstream_occupied",
                 "Requests at the engine, whoever sent them, by its last report",
                 m.upstream_occupied.clone(),
+            );
+            registry.register(
+                "discovery_current",
+                "1 while the API server tells of the engines, 0 while those it told of last are used",
+                m.discovery_current.clone(),
+            );
+            registry.register(
+                "discovery_failures",
+                "Looks at the API server that failed",
+                m.discovery_failures.clone(),
             );
             registry.register(
                 "in_flight",
@@ -321,6 +340,25 @@ impl Metrics {
             .inc();
     }
 
+    /// Shows no more of an engine that is none any more.
+    pub fn forget_upstream(&self, role: &'static str, endpoint: &str) {
+        let labels = Upstream {
+            role,
+            endpoint: endpoint.to_owned(),
+        };
+        for family in [&self.upstream_up, &self.upstream_in_flight, &self.upstream_occupied] {
+            family.remove(&labels);
+        }
+    }
+
+    /// What is shown of the search for engines of a role.
+    pub fn discovery(&self, role: &'static str) -> DiscoveryGauges {
+        DiscoveryGauges {
+            current: self.discovery_current.get_or_create_owned(&OfRole { role }),
+            failures: self.discovery_failures.get_or_create_owned(&OfRole { role }),
+        }
+    }
+
     /// The gauges of one engine.
     pub fn upstream(&self, role: &'static str, endpoint: &str) -> EngineGauges {
         let labels = Upstream {
@@ -344,6 +382,15 @@ pub struct EngineGauges {
     pub in_flight: Gauge,
     /// Requests there, whoever sent them, by its last report.
     pub occupied: Gauge,
+}
+
+/// What is shown of the search for engines.
+#[derive(Debug, Clone)]
+pub struct DiscoveryGauges {
+    /// 1 while what is known is current.
+    pub current: Gauge,
+    /// Looks in vain.
+    pub failures: Counter,
 }
 
 /// What is shown of traffic.

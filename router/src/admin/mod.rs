@@ -169,8 +169,8 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
     let engines = &admin.app.flow.engines;
     let token = admin.token.get();
     match path {
-        Path::Endpoints => Ok(shown(StatusCode::OK, &views::endpoints(engines))),
-        Path::Loads => Ok(shown(StatusCode::OK, &views::loads(engines))),
+        Path::Endpoints => Ok(shown(StatusCode::OK, &views::endpoints(&engines.workers()))),
+        Path::Loads => Ok(shown(StatusCode::OK, &views::loads(&engines.workers()))),
         Path::Connections => Ok(shown(StatusCode::OK, &connections::view(&admin.app.evidence))),
         Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
         Path::Traffic => {

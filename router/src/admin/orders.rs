@@ -97,7 +97,7 @@ impl Order {
 
 /// Drops the prefix caches of all engines.
 pub async fn flush(engines: &Engines, token: &Token) -> Told {
-    tell(engines.workers(), |session| async move {
+    tell(&engines.workers(), |session| async move {
         let boot_id = session.boot.to_wire();
         let mut client = client(&session).await?;
         let answer = tokio::time::timeout(ANSWER, client.flush(with(token, FlushRequest { boot_id })?))
@@ -111,19 +111,21 @@ pub async fn flush(engines: &Engines, token: &Token) -> Told {
 
 /// Stops admission at one engine or all, or ends that.
 pub async fn drain(engines: &Engines, token: &Token, order: &Order) -> Result<Told, RouterError> {
-    let meant = |worker: &&Worker| {
+    let meant = |worker: &Arc<Worker>| {
         order
             .endpoint
             .as_deref()
             .is_none_or(|endpoint| endpoint == worker.endpoint())
     };
-    let workers: Vec<_> = engines.workers().filter(meant).collect();
+    let mut workers = engines.workers();
+    workers.retain(meant);
     if let (true, Some(endpoint)) = (workers.is_empty(), &order.endpoint) {
-        let known: Vec<_> = engines.workers().map(Worker::endpoint).collect();
+        let known = engines.workers();
+        let known: Vec<_> = known.iter().map(|worker| worker.endpoint()).collect();
         let detail = format!("{endpoint:?} is none of this router's engines: {}", known.join(", "));
         return Err(RouterError::field("endpoint", detail));
     }
-    let told = tell(workers.into_iter(), |session| async move {
+    let told = tell(&workers, |session| async move {
         let request = DrainRequest {
             boot_id: session.boot.to_wire(),
             deadline_ms: order.wait.as_millis() as u64,
@@ -140,11 +142,11 @@ pub async fn drain(engines: &Engines, token: &Token, order: &Order) -> Result<To
 }
 
 /// Tells all at once.
-async fn tell<'a, F>(workers: impl Iterator<Item = &'a Worker>, order: impl Fn(Arc<Session>) -> F) -> Told
+async fn tell<F>(workers: &[Arc<Worker>], order: impl Fn(Arc<Session>) -> F) -> Told
 where
     F: Future<Output = Result<Answer, String>>,
 {
-    let told = workers.map(|worker| {
+    let told = workers.iter().map(|worker| {
         let begun = match worker.link() {
             Link::Up(session) => Ok(order(session)),
             Link::Down { reason, .. } => Err(reason),

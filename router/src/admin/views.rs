@@ -1,19 +1,20 @@
 //! What the admin port shows of the engines.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
 use tandem_wire::proto::Role;
 
 use crate::engines::breaker::Standing;
-use crate::engines::{Engines, Link};
+use crate::engines::{Link, Worker};
 
 #[derive(Debug, Serialize)]
 pub struct Endpoints<'a> {
     endpoints: Vec<Engine<'a>>,
 }
 
-/// One configured engine.
+/// One engine.
 #[derive(Debug, Serialize)]
 struct Engine<'a> {
     side: &'static str,
@@ -58,9 +59,9 @@ struct Breaker {
     open_ms: Option<u64>,
 }
 
-pub fn endpoints(engines: &Engines) -> Endpoints<'_> {
+pub fn endpoints(workers: &[Arc<Worker>]) -> Endpoints<'_> {
     let now = Instant::now();
-    let endpoints = engines.workers().map(|worker| {
+    let endpoints = workers.iter().map(|worker| {
         let (state, reason, session) = match worker.link() {
             Link::Down { reason, .. } => (State::Down, Some(reason), None),
             Link::Up(session) if session.draining() => (State::Draining, None, Some(session)),
@@ -130,8 +131,8 @@ struct Load<'a> {
     last_step_age_ms: u64,
 }
 
-pub fn loads(engines: &Engines) -> Loads<'_> {
-    let loads = engines.workers().filter_map(|worker| {
+pub fn loads(workers: &[Arc<Worker>]) -> Loads<'_> {
+    let loads = workers.iter().filter_map(|worker| {
         let Link::Up(session) = worker.link() else {
             return None;
         };

@@ -3,6 +3,9 @@
 //! | room | purpose |
 //! | --- | --- |
 //! | [`channel`] | HTTP/2 to one engine |
+//! | [`discovery`] | where they are: named by flags, or found in a cluster |
+//! | [`slices`] | the cluster's word: EndpointSlices |
+//! | [`pool`] | those of one side that there are now |
 //! | [`worker`] | keeps one connection to one engine: dials, asks who it is, watches its load |
 //! | [`session`] | one incarnation of an engine as this router knows it, with the guard of a request that is at it |
 //! | [`breaker`] | keeps requests from an engine that answers but fails |
@@ -10,32 +13,41 @@
 
 pub mod breaker;
 pub mod channel;
+pub mod discovery;
+pub mod pool;
 pub mod select;
 pub mod session;
+pub mod slices;
 pub mod worker;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use futures::FutureExt;
 use tandem_wire::BootId;
 use tokio::sync::{Notify, watch};
+use tokio_util::task::AbortOnDropHandle;
 
 pub use session::{Leg, Session, Verdict};
+pub use slices::{Cluster, ClusterError};
 pub use worker::{Link, Worker};
 
 use crate::config::Config;
 use crate::knobs::{Knobs, Policy};
 use crate::metrics::Metrics;
 use crate::shards::Shards;
+use discovery::{Discovery, Named};
+use pool::{Pool, Start};
 use select::{Candidate, Chosen};
+use slices::EndpointSlices;
 
 /// What an engine is used as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Given by `--prefill`.
+    /// Of `--prefill` or `--discover-prefill`.
     Prefill,
-    /// Given by `--decode`.
+    /// Of `--decode` or `--discover-decode`.
     Decode,
 }
 
@@ -52,8 +64,9 @@ impl Side {
 /// All engines of this router. Dropping it closes every connection.
 #[derive(Debug)]
 pub struct Engines {
-    decodes: Vec<Worker>,
-    prefills: Vec<Worker>,
+    decodes: Arc<Pool>,
+    prefills: Arc<Pool>,
+    _following: Vec<AbortOnDropHandle<()>>,
     turn: [AtomicU64; 2],
     changed: Arc<Changed>,
 }
@@ -149,40 +162,56 @@ pub enum Look {
     NoPrefill,
 }
 
+/// Begins; what is known at once is in the pool when this returns, and a task goes on with the rest.
+fn follow(discovery: impl Discovery, pool: &Arc<Pool>) -> Option<AbortOnDropHandle<()>> {
+    let mut following = Box::pin(discovery.follow(Arc::clone(pool)));
+    match following.as_mut().now_or_never() {
+        Some(()) => None,
+        None => Some(AbortOnDropHandle::new(tokio::spawn(following))),
+    }
+}
+
 impl Engines {
-    /// Starts to keep connections to all engines of `config`.
-    pub fn start(config: &Config, metrics: &Metrics, shards: &Shards) -> Self {
+    /// Starts to keep connections to all engines of `config`; `cluster` is where those are found that it does not name.
+    pub fn start(config: &Config, cluster: Option<&Cluster>, metrics: &Arc<Metrics>, shards: &Shards) -> Self {
         let changed = Arc::new(Changed {
             room: Notify::new(),
             links: watch::Sender::new(()),
         });
-        let keep = channel::Keep::new(config);
-        let start = |side: Side, endpoints: &[String]| {
-            endpoints
-                .iter()
-                .map(|endpoint| {
-                    Worker::start(
-                        side,
-                        endpoint,
-                        keep,
-                        shards.clone(),
-                        metrics.upstream(side.name(), endpoint),
-                        Arc::clone(&changed),
-                    )
-                })
-                .collect()
+        let start = Start {
+            keep: channel::Keep::new(config),
+            shards: shards.clone(),
+            metrics: Arc::clone(metrics),
+            changed: Arc::clone(&changed),
         };
+        let mut following = Vec::new();
+        let mut pool = |side: Side, named: &[String], service: Option<&str>| {
+            let Some((cluster, service)) = cluster.zip(service) else {
+                let origin = (!named.is_empty()).then(|| format!("--{}", side.name()));
+                let pool = Arc::new(Pool::new(side, origin, start.clone()));
+                following.extend(follow(Named(named.to_vec()), &pool));
+                return pool;
+            };
+            let slices = EndpointSlices::new(cluster, service, metrics.discovery(side.name()));
+            let pool = Arc::new(Pool::new(side, Some(slices.name().to_owned()), start.clone()));
+            following.extend(follow(slices, &pool));
+            pool
+        };
+        let decodes = pool(Side::Decode, &config.decode, config.discover_decode.as_deref());
+        let prefills = pool(Side::Prefill, &config.prefill, config.discover_prefill.as_deref());
         Self {
-            decodes: start(Side::Decode, &config.decode),
-            prefills: start(Side::Prefill, &config.prefill),
+            decodes,
+            prefills,
+            _following: following,
             turn: [AtomicU64::new(0), AtomicU64::new(0)],
             changed,
         }
     }
 
-    /// All of them, prefills first, as configured.
-    pub fn workers(&self) -> impl Iterator<Item = &Worker> {
-        self.prefills.iter().chain(&self.decodes)
+    /// All that there are, prefills first.
+    pub fn workers(&self) -> Vec<Arc<Worker>> {
+        let (prefills, decodes) = (self.prefills.workers(), self.decodes.workers());
+        prefills.iter().chain(decodes.iter()).cloned().collect()
     }
 
     /// Tells of changes.
@@ -194,11 +223,11 @@ impl Engines {
     pub fn look(&self, need: &Need, avoid: &Avoid, knobs: &Knobs) -> Look {
         let (policy, recompute) = (knobs.policy, knobs.recompute());
         let now = Instant::now();
-        let decodes = Self::able(&self.decodes, need);
+        let decodes = Self::able(&self.decodes.workers(), need);
         if decodes.is_empty() {
             return Look::NoDecode;
         }
-        let prefills = Self::able(&self.prefills, need);
+        let prefills = Self::able(&self.prefills.workers(), need);
         let mates = |decode: &Session| prefills.iter().any(|(prefill, _)| decode.goes_with(prefill));
         let can_serve = |decode: &Session| !self.needs_prefill(decode) || recompute || mates(decode);
         let candidates: Vec<_> = decodes
@@ -242,20 +271,21 @@ impl Engines {
     }
 
     fn needs_prefill(&self, decode: &Session) -> bool {
-        !self.prefills.is_empty() && !decode.prefills_itself()
+        self.prefills.expected() && !decode.prefills_itself()
     }
 
-    fn up(workers: &[Worker]) -> Vec<Arc<Session>> {
-        workers.iter().filter_map(Worker::session).collect()
+    fn up(workers: &[Arc<Worker>]) -> Vec<Arc<Session>> {
+        workers.iter().filter_map(|worker| worker.session()).collect()
     }
 
     /// Those that are up and can hold it, with the tokens that it reserves there.
-    fn able(workers: &[Worker], need: &Need) -> Vec<(Arc<Session>, u32)> {
+    fn able(workers: &[Arc<Worker>], need: &Need) -> Vec<(Arc<Session>, u32)> {
         let able = |session: Arc<Session>| {
             let tokens = need.at(session.side, session.max_length_tokens())?;
             Some((session, tokens))
         };
-        workers.iter().filter_map(Worker::session).filter_map(able).collect()
+        let sessions = workers.iter().filter_map(|worker| worker.session());
+        sessions.filter_map(able).collect()
     }
 
     fn candidate<'a>(
@@ -297,19 +327,15 @@ impl Engines {
 
     /// Is what is known about every engine of this side newer than `since`? Then waiting for a probe tells nothing new.
     pub fn known_since(&self, side: Side, since: Instant) -> bool {
-        self.side(side).iter().all(|worker| worker.known_since(since))
+        self.side(side).known_since(since)
     }
 
     /// Why engines of a side are down, for people.
     pub fn reasons(&self, side: Side) -> String {
-        let reasons: Vec<_> = self.side(side).iter().filter_map(Worker::down_reason).collect();
-        if reasons.is_empty() {
-            return "none goes with the other side (model or layout differ)".into();
-        }
-        reasons.join("; ")
+        self.side(side).reasons()
     }
 
-    fn side(&self, side: Side) -> &[Worker] {
+    fn side(&self, side: Side) -> &Pool {
         match side {
             Side::Decode => &self.decodes,
             Side::Prefill => &self.prefills,
@@ -318,11 +344,11 @@ impl Engines {
 
     /// Could a request be served, with room or without? If not, why.
     pub fn usable(&self, recompute: bool) -> Result<(), String> {
-        let decodes = Self::up(&self.decodes);
+        let decodes = Self::up(&self.decodes.workers());
         if decodes.is_empty() {
             return Err(format!("no decode engine: {}", self.reasons(Side::Decode)));
         }
-        let prefills = Self::up(&self.prefills);
+        let prefills = Self::up(&self.prefills.workers());
         let served = |d: &Arc<Session>| {
             recompute || !self.needs_prefill(d) || prefills.iter().any(|prefill| d.goes_with(prefill))
         };
@@ -336,6 +362,6 @@ impl Engines {
     /// The longest sequence that some engine of a side can hold, those that are down by their last word; none: nothing is
     /// known of any.
     pub fn longest(&self, side: Side) -> Option<u32> {
-        self.side(side).iter().filter_map(Worker::longest).max()
+        self.side(side).longest()
     }
 }

@@ -42,7 +42,7 @@ pub enum Link {
     },
 }
 
-/// One configured engine. Dropping it closes the connection.
+/// One engine. Dropping it closes the connection, as soon as no request is there.
 #[derive(Debug)]
 pub struct Worker {
     shared: Arc<Shared>,

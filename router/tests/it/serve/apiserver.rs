@@ -37,7 +37,7 @@ struct State {
     cuts: u64,
     /// An event of this status ends each watch.
     expires: bool,
-    lists: usize,
+    asked: u32,
 }
 
 /// How an endpoint stands.
@@ -65,7 +65,8 @@ impl ApiServer {
                     let answer = server.answer(&request);
                     async { Ok::<_, Infallible>(answer) }
                 });
-                let connection = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+                let connection =
+                    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
                 tokio::spawn(async { drop(connection.await) });
             }
         });
@@ -86,7 +87,11 @@ impl ApiServer {
             "endpoints": [{"addresses": [at.ip()], "conditions": {"ready": ready, "terminating": terminating}}],
         });
         self.change(|state| {
-            let kind = if state.slices.contains_key(name) { "MODIFIED" } else { "ADDED" };
+            let kind = if state.slices.contains_key(name) {
+                "MODIFIED"
+            } else {
+                "ADDED"
+            };
             let mut object = object;
             object["metadata"]["resourceVersion"] = state.version.to_string().into();
             state.slices.insert(name.to_owned(), object.clone());
@@ -118,9 +123,9 @@ impl ApiServer {
         });
     }
 
-    /// Lists that were answered.
-    pub fn lists(&self) -> usize {
-        self.state.lock().lists
+    /// How often it was asked.
+    pub fn asked(&self) -> u32 {
+        self.state.lock().asked
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {
@@ -148,8 +153,11 @@ impl ApiServer {
         assert_eq!(path, "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices");
         let selected = query.split('&').find_map(|field| field.strip_prefix("labelSelector="));
         let selected = selected.expect("a selector").replace("%2F", "/").replace("%3D", "=");
-        let service = selected.strip_prefix("kubernetes.io/service-name=").expect("of a service");
+        let service = selected
+            .strip_prefix("kubernetes.io/service-name=")
+            .expect("of a service");
         let mut state = self.state.lock();
+        state.asked += 1;
         if let Some(status) = state.fails {
             let text = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "scripted", "code": status});
             let mut response = Response::new(once(text.to_string()));
@@ -158,7 +166,6 @@ impl ApiServer {
         }
         let of = |object: &Value| object["metadata"]["labels"]["kubernetes.io/service-name"] == service;
         if !query.split('&').any(|field| field == "watch=true") {
-            state.lists += 1;
             state.expires = false;
             let items: Vec<_> = state.slices.values().filter(|object| of(object)).collect();
             let list = json!({
@@ -167,7 +174,9 @@ impl ApiServer {
             });
             return Response::new(once(list.to_string()));
         }
-        let version = query.split('&').find_map(|field| field.strip_prefix("resourceVersion="));
+        let version = query
+            .split('&')
+            .find_map(|field| field.strip_prefix("resourceVersion="));
         let mut version: u64 = version.unwrap().parse().unwrap();
         let (service, cuts) = (service.to_owned(), state.cuts);
         drop(state);
@@ -211,5 +220,7 @@ impl ApiServer {
 type Body = StreamBody<Pin<Box<dyn Stream<Item = Result<Frame<Bytes>, Infallible>> + Send>>>;
 
 fn once(text: String) -> Body {
-    StreamBody::new(Box::pin(futures::stream::once(async { Ok(Frame::data(Bytes::from(text))) })))
+    StreamBody::new(Box::pin(futures::stream::once(async {
+        Ok(Frame::data(Bytes::from(text)))
+    })))
 }

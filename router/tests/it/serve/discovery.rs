@@ -30,7 +30,10 @@ async fn ready(rig: &Governed) {
 /// Waits until these are the engines, by their state.
 async fn engines(rig: &Governed, wanted: &[(&Mock, &str)]) {
     let began = std::time::Instant::now();
-    let mut wanted: Vec<_> = wanted.iter().map(|(mock, state)| (mock.endpoint(), (*state).to_owned())).collect();
+    let mut wanted: Vec<_> = wanted
+        .iter()
+        .map(|(mock, state)| (mock.endpoint(), (*state).to_owned()))
+        .collect();
     wanted.sort();
     loop {
         let view = rig.get("/admin/endpoints").await;
@@ -46,9 +49,8 @@ async fn engines(rig: &Governed, wanted: &[(&Mock, &str)]) {
     }
 }
 
-fn current(rig: &Governed, role: &str) -> i64 {
-    rig.stack.sample(&format!("tandem_router_discovery_current{{role=\"{role}\"}}"))
-}
+const PREFILLS_CURRENT: &str = "tandem_router_discovery_current{role=\"prefill\"}";
+const DECODES_CURRENT: &str = "tandem_router_discovery_current{role=\"decode\"}";
 
 #[tokio::test]
 async fn an_engine_that_comes_is_not_found_or_one_that_leaves_loses_what_runs() {
@@ -99,7 +101,12 @@ async fn an_engine_that_comes_is_not_found_or_one_that_leaves_loses_what_runs() 
 #[tokio::test]
 async fn what_is_told_while_no_watch_runs_is_missed() {
     let server = ApiServer::start().await;
-    let decode = |_| Mock::start(engine::Shape { role: Role::Unified, ..engine::Shape::default() });
+    let decode = |_| {
+        Mock::start(engine::Shape {
+            role: Role::Unified,
+            ..engine::Shape::default()
+        })
+    };
     let all: Vec<Mock> = (0..4).map(decode).collect();
     let (rig, _file) = finding(&server, &[]).await;
     server.put("d-0", DECODES, all[0].addr, Stands::Ready);
@@ -120,34 +127,45 @@ async fn what_is_told_while_no_watch_runs_is_missed() {
 
 #[tokio::test]
 async fn without_the_api_server_the_router_forgets_its_engines() {
-    let server = ApiServer::start().await;
-    let (one, two) = (engine::unified(), engine::unified());
-    server.put("d-1", DECODES, one.addr, Stands::Ready);
-    let (rig, _file) = finding(&server, &[]).await;
-    ready(&rig).await;
-    assert_eq!((current(&rig, "decode"), current(&rig, "prefill")), (1, 1));
-    for status in [500, 403, 429] {
+    for status in [403, 429, 500, 503] {
+        let server = ApiServer::start().await;
+        let (old, new) = (engine::unified(), engine::unified());
+        server.put("d-1", DECODES, old.addr, Stands::Ready);
+        let (rig, _file) = finding(&server, &[]).await;
+        ready(&rig).await;
+        rig.stack.reaches(PREFILLS_CURRENT, 1).await;
         server.fails(Some(status));
-        rig.stack.reaches("tandem_router_discovery_current{role=\"decode\"}", 0).await;
+        server.put("d-1", DECODES, new.addr, Stands::Ready);
+        rig.stack.reaches(DECODES_CURRENT, 0).await;
+        assert!(
+            rig.stack
+                .sample("tandem_router_discovery_failures_total{role=\"decode\"}")
+                > 0
+        );
         assert_eq!(rig.stack.client.get("/readyz").await.status, 200);
         assert_eq!(rig.stack.client.chat(json!({})).await.content(), "Paris");
-        let failures = rig.stack.sample("tandem_router_discovery_failures_total{role=\"decode\"}");
-        assert!(failures > 0);
+        engines(&rig, &[(&old, "up")]).await;
         server.fails(None);
-        rig.stack.reaches("tandem_router_discovery_current{role=\"decode\"}", 1).await;
+        engines(&rig, &[(&new, "up")]).await;
+        rig.stack.reaches(DECODES_CURRENT, 1).await;
+        assert_eq!((old.calls().len(), new.calls().len()), (1, 0));
     }
-    server.fails(Some(503));
-    server.put("d-1", DECODES, two.addr, Stands::Ready);
-    rig.stack.reaches("tandem_router_discovery_current{role=\"decode\"}", 0).await;
-    engines(&rig, &[(&one, "up")]).await;
-    server.fails(None);
-    engines(&rig, &[(&two, "up")]).await;
-    // a server that fails is asked ever less often, not at once again
+}
+
+#[tokio::test]
+async fn an_api_server_that_fails_or_hangs_up_is_asked_without_a_pause() {
+    let server = ApiServer::start().await;
+    let (rig, _file) = finding(&server, &[]).await;
+    rig.stack.reaches(DECODES_CURRENT, 1).await;
     server.fails(Some(500));
-    let before = rig.stack.sample("tandem_router_discovery_failures_total{role=\"decode\"}");
+    let begin = std::time::Instant::now();
+    rig.stack.reaches(DECODES_CURRENT, 0).await;
+    let asked = server.asked();
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-    let after = rig.stack.sample("tandem_router_discovery_failures_total{role=\"decode\"}");
-    assert!(after - before <= 12, "{before} {after}");
+    // for two Services 50 ms after the first failure at the earliest, then each time twice as late
+    let (asked, seconds) = (server.asked() - asked, begin.elapsed().as_secs_f64());
+    let most = 2.0 * (1.0 + (1.0 + seconds / 0.05).log2().ceil());
+    assert!(f64::from(asked) <= most, "{asked} in {seconds} s");
 }
 
 #[tokio::test]
@@ -177,7 +195,9 @@ async fn a_request_is_lost_when_an_engine_leaves_and_others_stay() {
                 tokio::time::sleep(std::time::Duration::from_millis(1)).await;
             }
         };
-        tokio::time::timeout(PATIENCE, served).await.expect("the engine gets nothing");
+        tokio::time::timeout(PATIENCE, served)
+            .await
+            .expect("the engine gets nothing");
         came += usize::from(leaves.calls().len() > before);
         server.put("d-2", DECODES, leaves.addr, Stands::Terminating);
         engines(&rig, &[(&prefill, "up"), (&stays, "up")]).await;

@@ -2,10 +2,12 @@
 
 mod account;
 mod admin;
+mod apiserver;
 mod calls;
 mod cancel;
 mod choosing;
 mod client;
+mod discovery;
 mod drain;
 mod engine;
 mod evidence;

@@ -1,14 +1,17 @@
 //! Peers that are there but say nothing: a stopped engine, a client behind HTTP/2 that stops reading.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use parking_lot::Mutex;
 use serde_json::json;
 use tandem_telemetry::State;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::PATIENCE;
 use super::client::{events, question};
@@ -19,6 +22,8 @@ use super::stack::{Stack, cold, stack};
 struct Relay {
     addr: SocketAddr,
     frozen: watch::Sender<bool>,
+    /// One for each connection, in the order in which they came: dropped, it closes that connection.
+    open: Arc<Mutex<Vec<DropGuard>>>,
     _task: tokio_util::task::AbortOnDropHandle<()>,
 }
 
@@ -28,12 +33,16 @@ impl Relay {
         let (addr, target) = (listener.local_addr().unwrap(), mock.addr);
         let frozen = watch::Sender::new(false);
         let state = frozen.clone();
+        let open: Arc<Mutex<Vec<DropGuard>>> = Arc::default();
+        let guards = Arc::clone(&open);
         let task = tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             loop {
                 let (near, _) = listener.accept().await.unwrap();
                 let state = state.subscribe();
-                connections.spawn(async move {
+                let cut = CancellationToken::new();
+                guards.lock().push(cut.clone().drop_guard());
+                connections.spawn(cut.run_until_cancelled_owned(async move {
                     let far = TcpStream::connect(target).await.unwrap();
                     let (near_read, near_write) = near.into_split();
                     let (far_read, far_write) = far.into_split();
@@ -41,12 +50,13 @@ impl Relay {
                         pass(near_read, far_write, state.clone()),
                         pass(far_read, near_write, state)
                     );
-                });
+                }));
             }
         });
         Self {
             addr,
             frozen,
+            open,
             _task: tokio_util::task::AbortOnDropHandle::new(task),
         }
     }
@@ -96,6 +106,34 @@ async fn an_engine_that_stands_still_holds_its_requests_for_ever() {
     stack.becomes(|state| *state == State::Ready).await;
     assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
     stack.at_rest(&[&decode]).await;
+}
+
+/// Each thread has a connection to each engine, and only one of them carries the engine's loads.
+#[tokio::test]
+async fn the_connection_of_one_thread_ends_and_its_requests_fail_from_then_on() {
+    let decode = engine::decode();
+    let relay = Relay::before(&decode).await;
+    let endpoint = format!("--decode={}", relay.addr);
+    let stack = cold(&[], &[], &[&endpoint, "--threads=3"]).await;
+    stack.becomes(|state| *state == State::Ready).await;
+    let opened = async |connections| {
+        let wait = async {
+            while relay.open.lock().len() < connections {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, wait).await
+    };
+    opened(3).await.expect("a connection from each thread");
+    for at in 0..3 {
+        drop(relay.open.lock().swap_remove(at));
+        let again = opened(2 + 3).await;
+        assert!(again.is_ok(), "connection {at} ended, and nobody noticed");
+        // those of before are given up together
+        relay.open.lock().drain(..2);
+    }
+    stack.becomes(|state| *state == State::Ready).await;
+    assert_eq!(stack.client.chat(json!({})).await.content(), "Paris");
 }
 
 #[tokio::test]
