@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+/// How the error event of a stream begins. The word alone proves nothing: a model may write it.
+pub const ERROR_EVENT: &str = "data: {\"error\":";
+
 /// An HTTP client that keeps no connection open between requests, so that probing leaves no trace in the counts.
 pub fn http() -> reqwest::Client {
     reqwest::Client::builder()

@@ -72,7 +72,9 @@ impl Turn {
         }
         let body = String::from_utf8(body).map_err(|error| error.to_string())?;
         let whole = if self.stream {
-            body.ends_with("data: [DONE]\n\n") && body.contains("\"finish_reason\":\"") && !body.contains("\"error\"")
+            body.ends_with("data: [DONE]\n\n")
+                && body.contains("\"finish_reason\":\"")
+                && !body.contains(probe::ERROR_EVENT)
         } else {
             body.contains("\"finish_reason\":\"")
         };

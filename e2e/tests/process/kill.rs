@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tandem_e2e::stack::{ENDS_WITHIN, Engine, Pair, Router};
-use tandem_e2e::{client, eventually, salted_text, salted_tokens};
+use tandem_e2e::{client, eventually, probe, salted_text, salted_tokens};
 use tandem_wire::Reason;
 
 const IDLE: Duration = Duration::from_secs(10);
@@ -207,7 +207,7 @@ async fn a_decode_killed_while_it_streams_ends_the_stream_with_an_error_and_with
     });
     rest.await.expect("the stream of a dead decode hangs");
     assert!(
-        text.contains("\"error\"")
+        text.contains(probe::ERROR_EVENT)
             && text.contains(
                 Reason::PeerLost
                     .as_str_name()

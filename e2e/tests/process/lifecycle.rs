@@ -103,7 +103,10 @@ async fn a_terminated_stack_finishes_what_runs_admits_nothing_new_and_exits_with
 
     router.process.signal(libc::SIGTERM);
     let answer = answer.await.expect("no panic");
-    assert!(answer.contains("[DONE]") && !answer.contains("\"error\""), "{answer}");
+    assert!(
+        answer.contains("[DONE]") && !answer.contains(probe::ERROR_EVENT),
+        "{answer}"
+    );
     assert_eq!(router.process.wait(Duration::from_secs(15)).await.code(), Some(0));
     for engine in [&mut pair.decode, &mut pair.prefill] {
         engine.process.signal(libc::SIGTERM);
