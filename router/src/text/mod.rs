@@ -32,6 +32,7 @@ pub mod template;
 pub mod tools;
 pub mod vocab;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -70,7 +71,13 @@ impl Text {
     ///
     /// Reads the whole vocabulary: call it off the serving threads.
     pub fn load(path: &Path) -> Result<Self, TextError> {
-        Self::from_source(Source::read(path)?)
+        let text = Self::from_source(Source::read(path)?)?;
+        // the first that puts special tokens around a text would be a client's else
+        text.encode("a", true).map_err(|error| TextError::Malformed {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })?;
+        Ok(text)
     }
 
     /// Builds the text side from what a file held.
@@ -146,13 +153,14 @@ impl Text {
 
     /// Ids of `text`; special tokens in it are recognised, `add_special` says whether the model's own are put around it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .tokenizer
-            .encode_fast(text, add_special)
-            .map_err(|source| TextError::Encode {
-                reason: source.to_string(),
-            })?;
-        Ok(encoding.get_ids().to_vec())
+        // the library panics where a part of its file asks for what another part lacks
+        let encoded = catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_fast(text, add_special)));
+        let reason = match encoded {
+            Ok(Ok(encoding)) => return Ok(encoding.get_ids().to_vec()),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "one of its parts does not fit the others".to_owned(),
+        };
+        Err(TextError::Encode { reason })
     }
 
     /// The text of `ids` as a whole. Invalid bytes become U+FFFD as in [`String::from_utf8_lossy`].

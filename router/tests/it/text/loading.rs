@@ -107,6 +107,30 @@ fn a_broken_part_of_a_tokenizer_json_ends_the_router() {
 }
 
 #[test]
+fn parts_of_a_tokenizer_json_that_do_not_fit_fail_the_first_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let around = |piece: &str| {
+        format!(
+            r#"{{"version": "1.0", "added_tokens": [], "decoder": {{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}},
+                "model": {{"type": "BPE", "vocab": {{"a": 0, "<s>": 1}}, "merges": []}},
+                "post_processor": {{"type": "TemplateProcessing", "single": [{piece}, {{"Sequence": {{"id": "A", "type_id": 0}}}}], "pair": [],
+                    "special_tokens": {{"<s>": {{"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}}}}}}"#
+        )
+    };
+    for piece in [
+        r#"{"SpecialToken": {"id": "<t>", "type_id": 0}}"#,
+        r#"{"Sequence": {"id": "B", "type_id": 0}}"#,
+    ] {
+        std::fs::write(&path, around(piece)).unwrap();
+        let text = failure(&path);
+        assert!(text.contains("does not fit"), "{text}");
+    }
+    std::fs::write(&path, around(r#"{"SpecialToken": {"id": "<s>", "type_id": 0}}"#)).unwrap();
+    assert_eq!(Text::load(&path).unwrap().encode("a", true).unwrap(), [1, 0]);
+}
+
+#[test]
 fn a_file_of_another_kind_is_read_as_a_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, bytes: &[u8]| {
