@@ -41,33 +41,29 @@ impl Metrics {
     /// The sum of a metric's samples whose labels hold each of `labels` (as `name="value"`); panics where the metric
     /// has no such sample, for then the name is wrong and the test would prove nothing.
     pub fn sum(&self, name: &str, labels: &[&str]) -> f64 {
-        let mut samples = self
-            .0
-            .lines()
-            .filter_map(|line| {
-                let rest = line.strip_prefix(name)?;
-                let (set, value) = match rest.strip_prefix('{') {
-                    Some(rest) => rest.rsplit_once("} ")?,
-                    None => ("", rest.strip_prefix(' ')?),
-                };
-                labels
-                    .iter()
-                    .all(|label| set.split(',').any(|have| have == *label))
-                    .then_some(value)
-            })
-            .map(|value| {
-                value
-                    .split(' ')
-                    .next()
-                    .and_then(|v| v.parse::<f64>().ok())
-                    .expect("a sample is a number")
-            })
-            .peekable();
+        let samples = self.samples(name, labels);
         assert!(
-            samples.peek().is_some(),
+            !samples.is_empty(),
             "no sample of {name} with {labels:?} in\n{}",
             self.0
         );
-        samples.sum()
+        samples.iter().sum()
+    }
+
+    /// A metric's samples whose labels hold each of `labels` (as `name="value"`).
+    pub fn samples(&self, name: &str, labels: &[&str]) -> Vec<f64> {
+        let found = self.0.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let (set, value) = match rest.strip_prefix('{') {
+                Some(rest) => rest.rsplit_once("} ")?,
+                None => ("", rest.strip_prefix(' ')?),
+            };
+            labels
+                .iter()
+                .all(|label| set.split(',').any(|have| have == *label))
+                .then_some(value)
+        });
+        let value = |text: &str| text.split(' ').next().and_then(|value| value.parse().ok());
+        found.map(|text| value(text).expect("a sample is a number")).collect()
     }
 }

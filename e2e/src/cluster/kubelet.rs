@@ -31,7 +31,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::{Metadata, Resource};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
@@ -108,6 +108,8 @@ pub struct Kubelet {
 
 struct World {
     client: Client,
+    /// Its own, which leads to the API server.
+    kubeconfig: Value,
     http: reqwest::Client,
     dir: PathBuf,
     reaper: Arc<Reaper>,
@@ -165,9 +167,11 @@ impl fmt::Debug for Kubelet {
 
 impl Kubelet {
     /// Watches all pods from threads of its own, for the rest of the process. Files of pods lie below `dir`.
-    pub fn start(network: &Network, proxy: &str, dir: &Path, reaper: Arc<Reaper>) -> Self {
+    pub fn start(network: &Network, proxy: &str, kubeconfig: &Path, dir: &Path, reaper: Arc<Reaper>) -> Self {
         let dir = dir.join("pods");
         std::fs::create_dir(&dir).expect("a folder");
+        let kubeconfig = std::fs::read(kubeconfig).expect("the kubelet's kubeconfig");
+        let kubeconfig = serde_json::from_slice(&kubeconfig).expect("JSON");
         network.enter(|| {
             // Its threads are in the namespace, and it is never dropped: neither are its nodes.
             let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -183,6 +187,7 @@ impl Kubelet {
                 .build();
             let world = Arc::new(World {
                 client: Client::new(proxy.to_owned()),
+                kubeconfig,
                 http: http.expect("a client"),
                 dir,
                 reaper,
@@ -420,9 +425,10 @@ impl World {
         address: Ipv4Addr,
         runs: Runs,
     ) -> Result<Process, String> {
-        let args = container::arguments(&self.client, pod, container, address, &self.dir_of(pod)).await?;
+        let mut args = container::arguments(&self.client, pod, container, address, &self.dir_of(pod)).await?;
         let program = container::program(container).unwrap_or_default();
         if runs == Runs::Real {
+            args.extend(container::account(&self.client, pod, &self.kubeconfig, &self.dir_of(pod)).await?);
             return Ok(Process::real(program, &args, &self.log_of(pod), &self.reaper));
         }
         let (world, of) = (Arc::clone(self), pod.clone());

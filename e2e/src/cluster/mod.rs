@@ -62,7 +62,13 @@ impl Cluster {
         let network = Network::create();
         let servers = Servers::start(&binary, &network);
         let proxy = |user| network.enter(|| servers.proxy(&servers.kubeconfig(user)));
-        let kubelet = Kubelet::start(&network, &proxy(User::Kubelet), servers.dir(), servers.reaper());
+        let kubelet = Kubelet::start(
+            &network,
+            &proxy(User::Kubelet),
+            &servers.kubeconfig(User::Kubelet),
+            servers.dir(),
+            servers.reaper(),
+        );
         let admin = proxy(User::Admin);
         Self {
             network,

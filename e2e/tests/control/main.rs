@@ -4,6 +4,7 @@
 
 mod api;
 mod children;
+mod discovery;
 mod fixtures;
 mod processes;
 

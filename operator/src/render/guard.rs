@@ -1,11 +1,13 @@
-//! The admin token, the service accounts, and how many pods may be evicted at once.
+//! The admin token, the service accounts with what the router's may do, and how many pods may be evicted at once.
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::policy::v1::{PodDisruptionBudget, PodDisruptionBudgetSpec};
+use k8s_openapi::api::rbac::v1 as rbac;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use k8s_openapi::{ByteString, Resource};
 use tandem_crds::Role;
 
 use super::meta::Owner;
@@ -36,12 +38,45 @@ pub fn account_name(owner: &Owner<'_>, role: Role) -> String {
     owner.child(role.field())
 }
 
-/// The service account of a role: an identity without any right.
+/// The service account of a role: an identity, without any right but the router's [`permission`].
 pub fn account(owner: &Owner<'_>, role: Role) -> ServiceAccount {
     ServiceAccount {
         metadata: owner.meta(account_name(owner, role), Some(role)),
         automount_service_account_token: Some(false),
         ..ServiceAccount::default()
+    }
+}
+
+/// What a router may do on the API server: see where engines are.
+pub fn permission(owner: &Owner<'_>) -> rbac::Role {
+    let verbs = ["get", "list", "watch"].map(str::to_owned);
+    rbac::Role {
+        metadata: owner.meta(account_name(owner, Role::Router), Some(Role::Router)),
+        rules: Some(vec![rbac::PolicyRule {
+            api_groups: Some(vec![EndpointSlice::GROUP.to_owned()]),
+            resources: Some(vec![EndpointSlice::URL_PATH_SEGMENT.to_owned()]),
+            verbs: verbs.to_vec(),
+            ..rbac::PolicyRule::default()
+        }]),
+    }
+}
+
+/// Gives it to the router's account.
+pub fn grant(owner: &Owner<'_>) -> rbac::RoleBinding {
+    let name = account_name(owner, Role::Router);
+    rbac::RoleBinding {
+        metadata: owner.meta(name.clone(), Some(Role::Router)),
+        role_ref: rbac::RoleRef {
+            api_group: rbac::Role::GROUP.to_owned(),
+            kind: rbac::Role::KIND.to_owned(),
+            name: name.clone(),
+        },
+        subjects: Some(vec![rbac::Subject {
+            kind: ServiceAccount::KIND.to_owned(),
+            name,
+            namespace: Some(owner.namespace.to_owned()),
+            ..rbac::Subject::default()
+        }]),
     }
 }
 

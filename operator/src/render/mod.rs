@@ -8,7 +8,7 @@
 //! | [`router`] | the router's |
 //! | [`pod`] | what all pods have in common |
 //! | [`network`] | Services, and who may reach whom |
-//! | [`guard`] | the admin token, the service accounts, and how many pods may be evicted at once |
+//! | [`guard`] | the admin token, the service accounts and their rights, and how many pods may be evicted at once |
 
 pub mod engine;
 pub mod guard;
@@ -27,7 +27,11 @@ use meta::Owner;
 /// What stands around the workloads and follows from the spec alone: knobs, accounts, evictions, who reaches whom, and the
 /// Service for clients. `operator_namespace` is where the operator runs, who may reach all of them.
 pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, operator_namespace: &str) -> Vec<Value> {
-    let mut children = vec![json(network::front(owner, spec))];
+    let mut children = vec![
+        json(network::front(owner, spec)),
+        json(guard::permission(owner)),
+        json(guard::grant(owner)),
+    ];
     for role in Role::ALL {
         children.push(json(knobs::config_map(owner, spec, role)));
         children.push(json(guard::account(owner, role)));

@@ -64,7 +64,7 @@ pub fn token_path() -> String {
     format!("{ADMIN}/{}", guard::TOKEN_KEY)
 }
 
-/// A pod template: restricted, probed, without rights on the API server.
+/// A pod template: restricted, probed; only the router's has a token for the API server, where it finds the engines.
 pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>) -> PodTemplateSpec {
     let Program { role, pod, .. } = program;
     let config_map = knobs::name(owner, role);
@@ -141,7 +141,7 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
         spec: Some(PodSpec {
             containers: vec![container],
             service_account_name: Some(guard::account_name(owner, role)),
-            automount_service_account_token: Some(false),
+            automount_service_account_token: Some(role == Role::Router),
             termination_grace_period_seconds: Some(i64::from(spec.timeouts.drain_seconds) + AFTER_DRAIN_SECONDS),
             security_context: Some(PodSecurityContext {
                 run_as_non_root: Some(true),

@@ -8,7 +8,7 @@ use tandem_crds::{PDDeploymentSpec, Role};
 use super::meta::{Owner, REVISION};
 use super::network;
 use super::pod::{self, Program};
-use super::ports::{ADMIN, CONTROL, HTTP, OPS};
+use super::ports::{ADMIN, HTTP, OPS};
 
 /// Where the keys of the API are, in a secret of the user's.
 const KEYS: &str = "/etc/tandem/keys";
@@ -38,7 +38,7 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, revision: Revision<'
     ];
     for role in [Role::Prefill, Role::Decode] {
         let service = network::engines_name(owner, role, revision.contract);
-        args.push(format!("--{}={service}:{CONTROL}", role.field()));
+        args.push(format!("--discover-{}={service}", role.field()));
     }
     if let Some(tokens) = spec.model.max_length_tokens {
         args.push(format!("--max-length-tokens={tokens}"));

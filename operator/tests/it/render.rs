@@ -82,6 +82,16 @@ fn the_children_of_a_plain_deployment() {
 }
 
 #[test]
+fn an_engine_has_a_token_for_the_api_server_or_the_router_has_none() {
+    let spec = spec(&serde_json::json!({}));
+    let mounts = |template: PodTemplateSpec| template.spec.and_then(|spec| spec.automount_service_account_token);
+    assert_eq!(mounts(router::template(&OWNER, &spec, ROUTER)), Some(true));
+    for role in [Role::Prefill, Role::Decode] {
+        assert_eq!(mounts(engine::template(&OWNER, &spec, of(role))), Some(false));
+    }
+}
+
+#[test]
 fn a_pod_takes_all_that_the_spec_says_of_it() {
     let spec = spec(&serde_json::json!({
         "gpus": {"budget": 8, "resourceName": "example.com/gpu"},
@@ -164,6 +174,8 @@ fn names_stay_dns_labels_with_the_longest_name_of_a_deployment() {
         router::deployment(&owner, &spec, template(), 1).metadata.name,
         network::front(&owner, &spec).metadata.name,
         guard::token(&owner, "t").metadata.name,
+        guard::permission(&owner).metadata.name,
+        guard::grant(&owner).metadata.name,
     ];
     for role in Role::ALL {
         names.push(knobs::config_map(&owner, &spec, role).metadata.name);

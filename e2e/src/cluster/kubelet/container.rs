@@ -8,6 +8,9 @@ use k8s_openapi::api::core::v1::{
     ConfigMap, Container, EnvVar, PersistentVolume, PersistentVolumeClaim, Pod, Secret, Volume,
 };
 
+use reqwest::Method;
+use serde_json::{Value, json};
+
 use crate::cluster::api::{Api, Client};
 
 /// A pod of ours has one container; one of a test that wants no process has no command.
@@ -59,6 +62,34 @@ pub async fn arguments(
         arg
     };
     Ok(container.args.iter().flatten().map(argument).collect())
+}
+
+/// What stands for the token of a pod that has one: inside of a container it lies at a place that no argument names.
+///
+/// # Errors
+/// What is missing, as a kubelet says it; it looks again.
+pub async fn account(client: &Client, pod: &Pod, kubeconfig: &Value, dir: &Path) -> Result<Vec<String>, String> {
+    let spec = pod.spec.clone().unwrap_or_default();
+    if spec.automount_service_account_token != Some(true) {
+        return Ok(Vec::new());
+    }
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    let account = spec.service_account_name.unwrap_or_default();
+    let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
+    let request = json!({
+        "apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 24 * 3600},
+    });
+    let answer = client.call(Method::POST, &path, Some(&request)).await;
+    let answer = answer.map_err(|refused| refused.to_string())?;
+    let mut kubeconfig = kubeconfig.clone();
+    kubeconfig["users"][0]["user"] = json!({"token": answer["status"]["token"]});
+    let file = dir.join("kubeconfig");
+    std::fs::create_dir_all(dir).expect("a folder");
+    std::fs::write(&file, kubeconfig.to_string()).expect("a file");
+    Ok(vec![
+        format!("--namespace={namespace}"),
+        format!("--kubeconfig={}", file.display()),
+    ])
 }
 
 struct Objects<'a> {
