@@ -51,10 +51,16 @@ CARGO_TEST = ["cargo", "test", "--release", "--workspace", "--locked", "--no-fai
 # One test at a time: they stop, kill and time processes that want both cores.
 ALONE = ["--", "--test-threads=1"]
 PYTEST_OF = "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m pytest -q"
+# Engine and router once more, with faults that tests plant; their dependencies are the same.
+FAULTS = ["--features", "tandem-engine/faults,tandem-router/faults"]
+BUILD_FAULTS = ["cargo", "build", "--release", "--workspace", "--locked", *FAULTS]
 EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
     Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
     Tier("process", [*CARGO_TEST, "--test", "process", *ALONE], 30),
+    Tier("build faults", [*BUILD_FAULTS, "--bin", "tandem-engine-faults", "--bin", "tandem-router-faults"], 30, counts=False),
+    # its output is the table of what was planted and what was found
+    Tier("faults", [*CARGO_TEST, "--test", "faults", *ALONE, "--nocapture"], 15),
     Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane),
     Tier("control plane", [*CARGO_TEST, "--test", "control"], 20, lacks=lacks_control_plane),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),

@@ -5,6 +5,8 @@
 //! | [`process`] | a child process: its log, signals, file descriptors and threads; dies with its owner |
 //! | [`stack`] | an engine and a router, started with short timers on free ports and waited for |
 //! | [`client`] | `Generate` against an engine, and requests to the router |
+//! | [`visitor`] | clients that keep one connection, or do not read |
+//! | [`proxy`] | a TLS-terminating keep-alive proxy with a fault |
 //! | [`relay`] | a TCP relay that counts by the kernel's own counters, stops after so many bytes, or is cut |
 //! | [`cluster`] | a Kubernetes control plane with scripted nodes |
 //! | [`probe`] | what `/metrics`, `WatchLoad` and `/proc` say |
@@ -18,8 +20,10 @@ pub mod client;
 pub mod cluster;
 pub mod probe;
 pub mod process;
+pub mod proxy;
 pub mod relay;
 pub mod stack;
+pub mod visitor;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -31,12 +31,43 @@ pub const ENDS_WITHIN: Duration = Duration::from_secs(14);
 /// The name under which the router serves the model.
 pub const MODEL: &str = "smollm2";
 
+/// What is planted in a process of a binary with faults.
+#[derive(Debug)]
+pub struct Faults(tempfile::TempDir);
+
+impl Faults {
+    /// Nothing yet.
+    pub fn none() -> Self {
+        Self(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn file(&self) -> std::path::PathBuf {
+        self.0.path().join("faults")
+    }
+
+    fn flag(&self) -> String {
+        format!("--faults={}", self.file().display())
+    }
+
+    /// Plants these, as lines `NAME MS` or `NAME hold`, in place of what was planted; nothing clears all.
+    pub fn plant(&self, lines: &[&str]) {
+        let beside = self.0.path().join("next");
+        std::fs::write(
+            &beside,
+            lines.iter().map(|line| format!("{line}\n")).collect::<String>(),
+        )
+        .expect("a file");
+        std::fs::rename(beside, self.file()).expect("a move");
+    }
+}
+
 /// An engine process.
 #[derive(Debug)]
 pub struct Engine {
     /// The process.
     pub process: Process,
     role: &'static str,
+    program: &'static str,
     args: Vec<String>,
     control: u16,
     data: u16,
@@ -51,22 +82,35 @@ impl Engine {
         engine
     }
 
+    /// Starts one in which `faults` can be planted.
+    pub async fn start_with(faults: &Faults, role: &'static str, flags: &[&str]) -> Self {
+        let flag = faults.flag();
+        let mut engine = Self::launch_on(
+            "tandem-engine-faults",
+            role,
+            free_port(),
+            &[flags, &[flag.as_str()]].concat(),
+        );
+        engine.ready().await;
+        engine
+    }
+
     /// Starts an engine whose KV goes through a relay, and the relay.
     pub async fn start_behind_relay(role: &'static str, flags: &[&str]) -> (Self, crate::relay::Relay) {
         let data = free_port();
         let relay = crate::relay::Relay::start(SocketAddr::from(([127, 0, 0, 1], data))).await;
         let advertise = format!("--advertise-data={}", relay.addr());
-        let mut engine = Self::launch_on(role, data, &[flags, &[advertise.as_str()]].concat());
+        let mut engine = Self::launch_on("tandem-engine", role, data, &[flags, &[advertise.as_str()]].concat());
         engine.ready().await;
         (engine, relay)
     }
 
     /// Starts an engine without waiting.
     pub fn launch(role: &'static str, flags: &[&str]) -> Self {
-        Self::launch_on(role, free_port(), flags)
+        Self::launch_on("tandem-engine", role, free_port(), flags)
     }
 
-    fn launch_on(role: &'static str, data: u16, flags: &[&str]) -> Self {
+    fn launch_on(program: &'static str, role: &'static str, data: u16, flags: &[&str]) -> Self {
         let (control, ops) = (free_port(), free_port());
         let mut args: Vec<String> = vec![
             format!("--role={role}"),
@@ -90,10 +134,11 @@ impl Engine {
                 .map(ToString::to_string),
         );
         args.extend(flags.iter().map(ToString::to_string));
-        let process = Process::start(role, &bin("tandem-engine"), &args);
+        let process = Process::start(role, &bin(program), &args);
         Self {
             process,
             role,
+            program,
             args,
             control,
             data,
@@ -104,7 +149,7 @@ impl Engine {
     /// Starts it again with the same arguments, so on the same ports; the old process has to be gone.
     pub async fn restart(&mut self) {
         assert!(self.process.exited().is_some(), "{} still runs", self.role);
-        self.process = Process::start(self.role, &bin("tandem-engine"), &self.args);
+        self.process = Process::start(self.role, &bin(self.program), &self.args);
         self.ready().await;
     }
 
@@ -250,6 +295,22 @@ pub struct Router {
 impl Router {
     /// Starts a router in front of the engines and waits until it is ready.
     pub async fn start(prefill: &[&Engine], decode: &[&Engine], flags: &[&str]) -> Self {
+        Self::start_program("tandem-router", prefill, decode, flags).await
+    }
+
+    /// Starts one in which `faults` can be planted.
+    pub async fn start_with(faults: &Faults, prefill: &[&Engine], decode: &[&Engine], flags: &[&str]) -> Self {
+        let flag = faults.flag();
+        Self::start_program(
+            "tandem-router-faults",
+            prefill,
+            decode,
+            &[flags, &[flag.as_str()]].concat(),
+        )
+        .await
+    }
+
+    async fn start_program(program: &str, prefill: &[&Engine], decode: &[&Engine], flags: &[&str]) -> Self {
         let (http, ops) = (free_port(), free_port());
         let mut args: Vec<String> = vec![
             format!("--listen=127.0.0.1:{http}"),
@@ -271,7 +332,7 @@ impl Router {
                 .map(ToString::to_string),
         );
         args.extend(flags.iter().map(ToString::to_string));
-        let mut process = Process::start("router", &bin("tandem-router"), &args);
+        let mut process = Process::start("router", &bin(program), &args);
         wait_ready(&mut process, "router", &format!("http://127.0.0.1:{ops}/readyz")).await;
         Self { process, http, ops }
     }

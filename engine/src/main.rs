@@ -5,6 +5,6 @@ use std::process::ExitCode;
 use clap::Parser;
 use tandem_engine::serve::{flags::Flags, process};
 
-fn main() -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     process::run(Flags::parse())
 }

@@ -148,6 +148,10 @@ pub struct Config {
     /// Where traces go.
     #[command(flatten)]
     pub traces: TraceFlags,
+    /// Faults to plant, read again and again.
+    #[cfg(feature = "faults")]
+    #[arg(long, value_name = "FILE")]
+    pub faults: Option<PathBuf>,
     /// How logs are written: text or json.
     #[arg(long, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

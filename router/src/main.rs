@@ -7,8 +7,13 @@ use tandem_router::{Config, Router};
 use tandem_telemetry::{Metrics, OpsServer, Readiness, Traces, init};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-fn main() -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     let config = Config::parse();
+    #[cfg(feature = "faults")]
+    if let Some(Err(why)) = config.faults.clone().map(tandem_faults::follow) {
+        eprintln!("tandem-router: --faults: {why}");
+        return ExitCode::from(2);
+    }
     let metrics = Metrics::new("tandem-router", env!("CARGO_PKG_VERSION"));
     let traces = match init("tandem-router", config.log_format, &config.traces, &metrics) {
         Ok(traces) => traces,

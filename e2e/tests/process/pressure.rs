@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use tandem_e2e::stack::{Engine, MODEL, Pair, Router};
-use tandem_e2e::{client, probe, salted_text, salted_tokens};
+use tandem_e2e::{client, probe, salted_text, salted_tokens, visitor};
 use tandem_wire::Reason;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const IDLE: Duration = Duration::from_secs(10);
 
@@ -69,25 +68,9 @@ async fn a_client_that_does_not_read_blocks_only_itself_and_is_cut_off() {
     let router = Router::start(&[&pair.prefill], &[&pair.decode], &["--client-stall-ms=2000"]).await;
     let body = serde_json::json!({
         "model": MODEL, "prompt": salted_text(73, 30), "max_tokens": 6000, "temperature": 1.0, "seed": 4, "stream": true,
-    })
-    .to_string();
-    // A receive buffer of a few KiB fills at once; the kernel's default would swallow the whole answer.
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
-    socket.set_recv_buffer_size(4096).expect("SO_RCVBUF");
-    // Segments as on a network: the loopback's 64 KiB make the sender's kernel buffer megabytes.
-    socket.set_tcp_mss(1400).expect("TCP_MAXSEG");
-    let address: std::net::SocketAddr = router.url().trim_start_matches("http://").parse().expect("an address");
-    socket.connect(&address.into()).expect("connect");
-    socket.set_nonblocking(true).expect("nonblocking");
-    let mut stuck = tokio::net::TcpStream::from_std(socket.into()).expect("a tokio socket");
-    let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
-        body.len()
-    );
-    stuck.write_all(head.as_bytes()).await.expect("the head");
-    stuck.write_all(body.as_bytes()).await.expect("the body");
-    let mut first = [0; 64];
-    stuck.read_exact(&mut first).await.expect("the answer begins");
+    });
+    let address = router.url().trim_start_matches("http://").parse().expect("an address");
+    let stuck = visitor::not_reading(address, &body).await;
 
     // Others are served beside it.
     for salt in 0..4 {

@@ -278,8 +278,16 @@ impl Run {
                 }
             })
             .collect();
+        #[cfg(feature = "faults")]
+        let fault = if parts.iter().any(|part| running[part.seq].prompt_left() > 0) {
+            tandem_faults::Fault::SlowPrefill
+        } else {
+            tandem_faults::Fault::WedgeDecode
+        };
         shared.beat();
         self.executor.step(&batch, &mut |layer| {
+            #[cfg(feature = "faults")]
+            tandem_faults::pass(fault);
             shared.beat();
             for &(mailbox, computed, chunk) in &watched {
                 mailbox.update(|pending| pending.progress(computed, layer, chunk));

@@ -121,6 +121,10 @@ pub struct Flags {
     /// Where traces go
     #[command(flatten)]
     pub traces: TraceFlags,
+    /// Faults to plant, read again and again
+    #[cfg(feature = "faults")]
+    #[arg(long, value_name = "FILE")]
+    pub faults: Option<PathBuf>,
     /// text or json
     #[arg(long, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -31,6 +31,11 @@ pub fn run(flags: Flags) -> ExitCode {
         let _ = writeln!(std::io::stderr(), "tandem-engine: {why}");
         return ExitCode::from(2);
     }
+    #[cfg(feature = "faults")]
+    if let Some(Err(why)) = flags.faults.clone().map(tandem_faults::follow) {
+        let _ = writeln!(std::io::stderr(), "tandem-engine: --faults: {why}");
+        return ExitCode::from(2);
+    }
     let metrics = Metrics::new("tandem-engine", env!("CARGO_PKG_VERSION"));
     let service = match flags.role {
         Role::Prefill => "tandem-prefill",
@@ -185,6 +190,8 @@ fn load_beside(
 ) -> std::io::Result<oneshot::Receiver<Result<Box<dyn Executor>, LoadError>>> {
     let (done, loading) = oneshot::channel();
     std::thread::Builder::new().name("loader".into()).spawn(move || {
+        #[cfg(feature = "faults")]
+        tandem_faults::pass(tandem_faults::Fault::DelayModelLoad);
         let loaded = load(&options, &mut |percent| {
             readiness.set(State::Loading { percent });
         });

@@ -105,6 +105,8 @@ pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
         // a hand-off that finished with its first token has nothing to read
         while rest.peek().is_some() && cell.state() != PrefillState::Finished {
             let Some(span) = rest.next() else { break };
+            #[cfg(feature = "faults")]
+            tandem_faults::pass_async(tandem_faults::Fault::StallTransfer).await;
             let payload = match read(&shared, &hand_off, span, &mut buffers) {
                 Ok(payload) => payload,
                 Err(failure) => {

@@ -142,6 +142,8 @@ impl TextWork {
             tokio::task::spawn_blocking(move || {
                 // a client that left does not stop the thread, so the slot stays taken until it is done
                 let _slot = slot;
+                #[cfg(feature = "faults")]
+                tandem_faults::pass(tandem_faults::Fault::DelayTokenization);
                 work(&text)
             })
             .await

@@ -269,6 +269,8 @@ impl Choice {
                 ("tandem.queue_us", waited.into()),
             ]
         });
+        #[cfg(feature = "faults")]
+        tandem_faults::pass_async(tandem_faults::Fault::BlockUpstream).await;
         match client.generate(self.span.parent().carried_by(request)).await {
             Ok(events) => {
                 self.state = State::Running(Box::new(Running {

@@ -1,0 +1,251 @@
+//! Engines that stay, a router for each row, the load beside it, and what has to be there again afterwards.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tandem_e2e::process::Process;
+use tandem_e2e::stack::{Engine, Faults, MODEL, Router};
+use tandem_e2e::{eventually, free_port, probe, salted_text};
+use tandem_wire::proto::admin_client::AdminClient;
+use tandem_wire::proto::{Knobs, SetKnobsRequest};
+use tokio_util::task::AbortOnDropHandle;
+
+/// Of the admin ports; no log, record or archive may hold it.
+pub const TOKEN: &str = "token-of-the-test-0123456789";
+/// No timer of the product ends what is planted before it was looked at.
+const PATIENT: &[&str] = &[
+    "--keepalive-interval-ms=5000",
+    "--keepalive-timeout-ms=15000",
+    "--rendezvous-ms=100000",
+    "--progress-ms=100000",
+    "--stall-ms=100000",
+    "--lease-ms=100000",
+    "--watchdog-ms=150000",
+    "--drain-ms=0",
+];
+/// Clients that ask all the time.
+const CLIENTS: u64 = 8;
+/// For everything to be let go, on a busy machine.
+const SETTLE: Duration = Duration::from_mins(1);
+
+/// The engines.
+pub struct Rig {
+    pub prefill: Engine,
+    pub prefill_faults: Faults,
+    pub decode: Engine,
+    pub decode_faults: Faults,
+    decode_admin: String,
+    folder: tempfile::TempDir,
+    /// Descriptors of prefill and decode without a router.
+    fds: [usize; 2],
+}
+
+impl Rig {
+    pub async fn start() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        std::fs::write(folder.path().join("token"), TOKEN).expect("a file");
+        let (prefill_faults, decode_faults) = (Faults::none(), Faults::none());
+        let decode_admin = format!("127.0.0.1:{}", free_port());
+        let token = format!("--admin-token-file={}", folder.path().join("token").display());
+        let admin = format!("--admin-listen={decode_admin}");
+        let of_decode = [PATIENT, &[admin.as_str(), token.as_str()]].concat();
+        let (prefill, decode) = tokio::join!(
+            Engine::start_with(&prefill_faults, "prefill", PATIENT),
+            Engine::start_with(&decode_faults, "decode", &of_decode)
+        );
+        let mut rig = Self {
+            prefill,
+            prefill_faults,
+            decode,
+            decode_faults,
+            decode_admin,
+            folder,
+            fds: [usize::MAX; 2],
+        };
+        let front = rig.front().await;
+        rig.settled(front).await;
+        rig.fds = [rig.prefill.process.fds(), rig.decode.process.fds()];
+        rig
+    }
+
+    pub fn token(&self) -> PathBuf {
+        self.folder.path().join("token")
+    }
+
+    /// A router of its own, which has answered once.
+    pub async fn front(&self) -> Front {
+        let faults = Faults::none();
+        let admin = format!("127.0.0.1:{}", free_port());
+        let flags = [
+            format!("--admin-listen={admin}"),
+            format!("--admin-token-file={}", self.token().display()),
+            "--client-stall-ms=120000".to_owned(),
+            "--keepalive-interval-ms=5000".to_owned(),
+            "--keepalive-timeout-ms=15000".to_owned(),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let router = Router::start_with(&faults, &[&self.prefill], &[&self.decode], &flags).await;
+        let (status, body) = router.complete(&salted_text(1, 20), 2).await;
+        assert_eq!(status, 200, "{body}");
+        let mut front = Front {
+            router,
+            faults,
+            admin,
+            fds: 0,
+        };
+        front.unused().await;
+        front.fds = front.router.process.fds();
+        front
+    }
+
+    /// Decode takes so many sequences at once from now on.
+    pub async fn set_max_running(&self, max_running: u32) {
+        let client = AdminClient::connect(format!("http://{}", self.decode_admin)).await;
+        let mut request = tonic::Request::new(SetKnobsRequest {
+            boot_id: self.decode.info().await.boot_id,
+            knobs: Some(Knobs {
+                max_running: Some(max_running),
+                ..Knobs::default()
+            }),
+        });
+        let token = format!("Bearer {TOKEN}").parse().expect("a header");
+        request.metadata_mut().insert("authorization", token);
+        let told = client.expect("the admin port").set_knobs(request).await;
+        told.expect("SetKnobs");
+    }
+
+    /// Pages, requests, hand-offs, streams and descriptors are what they were, of the engines and of the router, which ends.
+    pub async fn settled(&self, mut front: Front) {
+        tokio::join!(self.prefill.idle(SETTLE), self.decode.idle(SETTLE));
+        for engine in [&self.prefill, &self.decode] {
+            eventually("nothing is in flight", SETTLE, async || {
+                let metrics = engine.metrics().await;
+                let left = metrics.sum("tandem_engine_inflight", &[]) + metrics.sum("tandem_transfer_inflight", &[]);
+                if left < 0.5 { Ok(()) } else { Err(left.to_string()) }
+            })
+            .await;
+        }
+        front.unused().await;
+        at_most("the router", &front.router.process, front.fds).await;
+        front.router.process.kill();
+        for (engine, before) in [&self.prefill, &self.decode].into_iter().zip(self.fds) {
+            at_most("an engine", &engine.process, before).await;
+        }
+    }
+}
+
+async fn at_most(what: &str, process: &Process, before: usize) {
+    let what = format!("{what} has no more descriptors than before ({before})");
+    eventually(&what, SETTLE, async || {
+        let now = process.fds();
+        if now <= before { Ok(()) } else { Err(now.to_string()) }
+    })
+    .await;
+}
+
+/// A router.
+pub struct Front {
+    pub router: Router,
+    pub faults: Faults,
+    /// host:port of its admin port.
+    pub admin: String,
+    fds: usize,
+}
+
+impl Front {
+    pub fn addr(&self) -> SocketAddr {
+        let url = self.router.url();
+        url.trim_start_matches("http://").parse().expect("an address")
+    }
+
+    /// `/admin/connections`.
+    pub async fn connections(&self) -> Value {
+        let url = format!("http://{}/admin/connections", self.admin);
+        let answer = probe::http().get(url).bearer_auth(TOKEN).send().await;
+        answer.expect("the admin port").json().await.expect("JSON")
+    }
+
+    /// Waits until `count` connections, or requests on them, have been in `state` for so long.
+    pub async fn stuck(&self, state: &str, count: usize, since: Duration) {
+        eventually(&format!("{count} are in {state} for {since:?}"), SETTLE, async || {
+            let seen = self.connections().await;
+            let long = |of: &Value| {
+                of["state"] == state && u128::from(of["state_ms"].as_u64().unwrap_or(0)) >= since.as_millis()
+            };
+            let stuck = list(&seen["connections"])
+                .iter()
+                .filter(|connection| long(connection) || list(&connection["requests"]).iter().any(long))
+                .count();
+            if stuck >= count {
+                Ok(())
+            } else {
+                Err(seen["by_state"].to_string())
+            }
+        })
+        .await;
+    }
+
+    /// Waits until no client is connected and no answer due.
+    async fn unused(&self) {
+        eventually("the router has no client any more", SETTLE, async || {
+            let seen = self.connections().await;
+            if seen["open"] == 0 && seen["in_flight"] == 0 {
+                Ok(())
+            } else {
+                Err(seen["by_state"].to_string())
+            }
+        })
+        .await;
+    }
+
+    /// A client's request, until the guard is dropped. Each has a prompt of its own.
+    pub fn ask(&self, salt: u64, words: usize, max_tokens: u32) -> AbortOnDropHandle<()> {
+        let url = format!("{}/v1/completions", self.router.url());
+        let body = completion(salt, words, max_tokens);
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            let _ = async { probe::http().post(url).json(&body).send().await?.bytes().await }.await;
+        }))
+    }
+
+    /// Clients that ask one thing after the other until they are dropped.
+    pub fn load(&self) -> Vec<AbortOnDropHandle<()>> {
+        let client = |client: u64| {
+            let url = format!("{}/v1/completions", self.router.url());
+            AbortOnDropHandle::new(tokio::spawn(async move {
+                let http = reqwest::Client::builder().no_proxy().build().expect("an HTTP client");
+                for turn in 0.. {
+                    let body = completion(10_000 + client * 1_000 + turn, 30, 200);
+                    let answer = async {
+                        http.post(&url)
+                            .json(&body)
+                            .send()
+                            .await?
+                            .error_for_status()?
+                            .bytes()
+                            .await
+                    };
+                    if answer.await.is_err() {
+                        // a stack that refuses is not asked without a pause
+                        tokio::time::sleep(Duration::from_millis(200)).await;
+                    }
+                }
+            }))
+        };
+        (0..CLIENTS).map(client).collect()
+    }
+}
+
+/// A streamed completion, sampled, so that it does not end early.
+pub fn completion(salt: u64, words: usize, max_tokens: u32) -> Value {
+    json!({
+        "model": MODEL, "prompt": salted_text(salt, words), "max_tokens": max_tokens, "temperature": 1.0, "seed": salt,
+        "stream": true, "ignore_eos": true,
+    })
+}
+
+/// What an array holds; nothing else is one.
+pub fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}

@@ -1,0 +1,231 @@
+//! The table: each row alone and under load, with the client's vantage and without.
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tandem_e2e::bin;
+use tandem_e2e::stack::MODEL;
+use tokio::process::Command;
+
+use crate::rig::{Front, Rig, list};
+use crate::rows::{Planted, Row, STUCK};
+
+/// Probes that take so long hang.
+const HANGS: Duration = Duration::from_secs(8);
+/// For one run of `tandem diagnose`: it has deadlines of its own.
+const RUN: Duration = Duration::from_mins(2);
+
+/// One run of `tandem diagnose`.
+struct Said {
+    row: Row,
+    loaded: bool,
+    via: bool,
+    took: Duration,
+    finding: String,
+    suspects: Vec<String>,
+    summary: Vec<String>,
+    whole: Value,
+}
+
+impl Said {
+    /// What is wrong with it.
+    fn wrong(&self) -> Option<String> {
+        let expected: Vec<&str> = self.row.layer().into_iter().collect();
+        if self.via && self.suspects != expected {
+            return Some(format!("names {:?}, not {expected:?}", self.suspects));
+        }
+        if let Some(other) = self.suspects.iter().find(|of| !expected.contains(&of.as_str())) {
+            return Some(format!("names {other}, which is well"));
+        }
+        let says = |wanted: fn(&str) -> bool| self.summary.iter().any(|line| wanted(line));
+        let missing = |what: &str| Some(format!("does not say {what:?}"));
+        match self.row {
+            Row::Idle if self.via && self.finding != "no_fault" => Some(format!("finds {}", self.finding)),
+            Row::DecodeOverloaded if !says(|line| line.contains("is full and steps")) => {
+                missing("that decode is full and steps")
+            }
+            Row::ProxyCuts if !self.via && !says(|line| line == CUT) => missing(CUT),
+            Row::ProxyHolds | Row::ProxyExhausted | Row::Idle if !self.via => {
+                let whole = if self.loaded {
+                    says(progressing) && says(not_measured)
+                } else {
+                    self.summary.len() == 1 && says(nothing_in_flight)
+                };
+                (!whole).then(|| format!("says {:?}", self.summary))
+            }
+            _ => None,
+        }
+    }
+
+    fn line(&self) -> String {
+        format!(
+            "{:<24}{:<8}{:<8}{:<18}{:<14}{:>5.1} s  {}",
+            self.row.name(),
+            if self.loaded { "loaded" } else { "alone" },
+            if self.via { "--via" } else { "" },
+            self.finding,
+            self.suspects.join(", "),
+            self.took.as_secs_f64(),
+            self.wrong()
+                .map_or_else(|| "ok".to_owned(), |wrong| format!("WRONG: it {wrong}")),
+        )
+    }
+
+    /// The whole of it, for people.
+    fn told(&self) -> String {
+        let mut text = format!("---- {}\n", self.line());
+        for of in list(&self.whole["verdict"]["observations"]) {
+            let _ = writeln!(text, "{} {} {}", of["number"], of["text"], of["place"]);
+        }
+        for of in list(&self.whole["verdict"]["layers"]) {
+            let _ = writeln!(text, "{of}");
+        }
+        for line in &self.summary {
+            let _ = writeln!(text, "{line}");
+        }
+        text
+    }
+}
+
+const CUT: &str = "2 client connections closed before their answer ended, client side not measured";
+
+fn not_measured(line: &str) -> bool {
+    is(
+        line,
+        &["last answer fully written ", " s ago, client side not measured"],
+    )
+}
+
+fn nothing_in_flight(line: &str) -> bool {
+    line.strip_prefix("nothing in flight inside Tandem, ")
+        .is_some_and(not_measured)
+}
+
+fn progressing(line: &str) -> bool {
+    is(line, &["", " requests in flight, all progressing (oldest step ", " s)"])
+}
+
+/// Is `line` these pieces with numbers between them?
+fn is(line: &str, pieces: &[&str]) -> bool {
+    let Some((last, firsts)) = pieces.split_last() else {
+        return false;
+    };
+    let mut rest = line;
+    for piece in firsts {
+        let Some(after) = rest.strip_prefix(piece) else {
+            return false;
+        };
+        rest = after.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
+        if rest.len() == after.len() {
+            return false;
+        }
+    }
+    rest == *last
+}
+
+#[test]
+fn a_sentence_is_told_by_its_pieces_and_numbers() {
+    assert!(progressing("8 requests in flight, all progressing (oldest step 0.1 s)"));
+    assert!(!progressing(
+        "8 requests in flight, 1 of them without a step (oldest step 0.1 s)"
+    ));
+    assert!(not_measured(
+        "last answer fully written 12 s ago, client side not measured"
+    ));
+    assert!(!not_measured("last answer fully written 12 s ago"));
+    assert!(!not_measured(
+        "last answer fully written s ago, client side not measured"
+    ));
+}
+
+async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, via): (Row, bool, bool)) -> Said {
+    let mut args = vec![
+        "diagnose".to_owned(),
+        "--json".to_owned(),
+        format!("--router={}", front.router.url()),
+        format!("--router-admin={}", front.admin),
+        format!("--admin-token-file={}", rig.token().display()),
+        format!("--prefill={}", rig.prefill.control()),
+        format!("--decode={}", rig.decode.control()),
+        format!("--model={MODEL}"),
+        format!("--stuck-seconds={}", STUCK.as_secs()),
+        format!("--probe-seconds={}", HANGS.as_secs()),
+    ];
+    if via {
+        args.push(format!("--via={}", planted.proxy.url()));
+        args.push(format!("--ca={}", planted.proxy.ca().display()));
+    }
+    let began = Instant::now();
+    let run = Command::new(bin("tandem")).args(args).kill_on_drop(true).output();
+    let output = tokio::time::timeout(RUN, run).await;
+    let output = output.expect("diagnose hangs").expect("it starts");
+    let whole: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| {
+        let said = String::from_utf8_lossy(&output.stderr);
+        panic!("{}: {error}: {said}", row.name());
+    });
+    let verdict = &whole["verdict"];
+    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let suspected = list(&verdict["layers"])
+        .iter()
+        .filter(|layer| layer["standing"] == "suspected");
+    Said {
+        row,
+        loaded,
+        via,
+        took: began.elapsed(),
+        finding: word(&verdict["finding"]),
+        suspects: suspected.map(|layer| word(&layer["layer"])).collect(),
+        summary: list(&verdict["summary"]).iter().map(word).collect(),
+        whole,
+    }
+}
+
+/// All rows on a stack of their own.
+async fn column(loaded: bool) -> Vec<Said> {
+    let mut rig = Rig::start().await;
+    let mut all = Vec::new();
+    for row in rows() {
+        let front = rig.front().await;
+        let load = if loaded { front.load() } else { Vec::new() };
+        // all of them get on
+        front.stuck("decode", load.len(), Duration::ZERO).await;
+        let planted = row.plant(&mut rig, &front).await;
+        let (with, without) = tokio::join!(
+            diagnose(&rig, &front, &planted, (row, loaded, true)),
+            diagnose(&rig, &front, &planted, (row, loaded, false))
+        );
+        for said in [with, without] {
+            println!("{}", said.line());
+            all.push(said);
+        }
+        row.clear(&mut rig, &front).await;
+        drop((planted, load));
+        rig.settled(front).await;
+    }
+    all
+}
+
+/// All of them, or those whose name holds what `ROW` says.
+fn rows() -> Vec<Row> {
+    let only = std::env::var("ROW").unwrap_or_default();
+    Row::ALL.into_iter().filter(|row| row.name().contains(&only)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_is_found_where_it_was_planted_and_nowhere_else() {
+    let began = Instant::now();
+    let (alone, loaded) = tokio::join!(column(false), column(true));
+    let all: Vec<Said> = alone.into_iter().chain(loaded).collect();
+    let mut table = format!("\n{} runs, {:.0} s\n", all.len(), began.elapsed().as_secs_f64());
+    for said in &all {
+        let _ = writeln!(table, "{}", said.line());
+    }
+    println!("{table}");
+    let wrong: Vec<String> = all
+        .iter()
+        .filter(|said| said.wrong().is_some())
+        .map(Said::told)
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.concat());
+}

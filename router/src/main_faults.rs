@@ -1,0 +1,10 @@
+//! `tandem-router` with faults that a test can plant.
+
+use std::process::ExitCode;
+
+#[path = "main.rs"]
+mod shipped;
+
+fn main() -> ExitCode {
+    shipped::main()
+}
