@@ -7,6 +7,7 @@
 //! | [`client`] | `Generate` against an engine, and requests to the router |
 //! | [`visitor`] | clients that keep one connection, or do not read |
 //! | [`proxy`] | a TLS-terminating keep-alive proxy with a fault |
+//! | [`shallow`] | a model with fewer layers than it has |
 //! | [`relay`] | a TCP relay that counts by the kernel's own counters, stops after so many bytes, or is cut |
 //! | [`cluster`] | a Kubernetes control plane with scripted nodes |
 //! | [`probe`] | what `/metrics`, `WatchLoad` and `/proc` say |
@@ -22,6 +23,7 @@ pub mod probe;
 pub mod process;
 pub mod proxy;
 pub mod relay;
+pub mod shallow;
 pub mod stack;
 pub mod visitor;
 

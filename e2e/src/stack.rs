@@ -52,11 +52,7 @@ impl Faults {
     /// Plants these, as lines `NAME MS` or `NAME hold`, in place of what was planted; nothing clears all.
     pub fn plant(&self, lines: &[&str]) {
         let beside = self.0.path().join("next");
-        std::fs::write(
-            &beside,
-            lines.iter().map(|line| format!("{line}\n")).collect::<String>(),
-        )
-        .expect("a file");
+        std::fs::write(&beside, lines.join("\n")).expect("a file");
         std::fs::rename(beside, self.file()).expect("a move");
     }
 }
@@ -121,18 +117,10 @@ impl Engine {
             format!("--data-listen=127.0.0.1:{data}"),
             format!("--ops-listen=127.0.0.1:{ops}"),
         ];
-        // A test's own flag replaces the short timer of that name.
-        let given = |timer: &str| {
-            flags
-                .iter()
-                .any(|flag| flag.split('=').next() == timer.split('=').next())
-        };
-        args.extend(
-            SHORT_TIMERS
-                .iter()
-                .filter(|timer| !given(timer))
-                .map(ToString::to_string),
-        );
+        args.extend(SHORT_TIMERS.iter().map(ToString::to_string));
+        // A test's own flag replaces the one of that name.
+        let given = |own: &String| flags.iter().any(|flag| flag.split('=').next() == own.split('=').next());
+        args.retain(|own| !given(own));
         args.extend(flags.iter().map(ToString::to_string));
         let process = Process::start(role, &bin(program), &args);
         Self {

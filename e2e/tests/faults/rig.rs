@@ -25,6 +25,8 @@ const PATIENT: &[&str] = &[
     "--watchdog-ms=150000",
     "--drain-ms=0",
 ];
+/// Of the engines' model: eight clients and the probes of two rows together must not starve one another.
+pub const LAYERS: u32 = 2;
 /// Clients that ask all the time.
 const CLIENTS: u64 = 8;
 /// For everything to be let go, on a busy machine.
@@ -50,9 +52,13 @@ impl Rig {
         let decode_admin = format!("127.0.0.1:{}", free_port());
         let token = format!("--admin-token-file={}", folder.path().join("token").display());
         let admin = format!("--admin-listen={decode_admin}");
-        let of_decode = [PATIENT, &[admin.as_str(), token.as_str()]].concat();
+        let shallow = folder.path().join("model.gguf");
+        tandem_e2e::shallow::shallow(&tandem_e2e::model(), LAYERS, &shallow);
+        let shallow = format!("--model={}", shallow.display());
+        let of_prefill = [PATIENT, &[shallow.as_str()]].concat();
+        let of_decode = [of_prefill.as_slice(), &[admin.as_str(), token.as_str()]].concat();
         let (prefill, decode) = tokio::join!(
-            Engine::start_with(&prefill_faults, "prefill", PATIENT),
+            Engine::start_with(&prefill_faults, "prefill", &of_prefill),
             Engine::start_with(&decode_faults, "decode", &of_decode)
         );
         let mut rig = Self {

@@ -13,8 +13,8 @@ use crate::rig::{Front, Rig, completion};
 
 /// What has not moved for so long is stuck: `--stuck-seconds` of all runs.
 pub const STUCK: Duration = Duration::from_secs(3);
-/// Milliseconds for each of the thirty layers of a step: a tiny probe takes longer than [`STUCK`].
-const SLOW: &str = "slow-prefill 150";
+/// Milliseconds for each of the model's two layers: a tiny probe takes longer than [`STUCK`].
+const SLOW: &str = "slow-prefill 2500";
 
 /// What is planted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,6 +80,14 @@ impl Row {
             Self::DecodeWedged => Some("decode"),
             Self::DecodeOverloaded | Self::Idle => None,
         }
+    }
+
+    /// Is nothing wrong inside, so that it matters what is said of the outside?
+    pub fn is_outside(self) -> bool {
+        matches!(
+            self,
+            Self::ProxyHolds | Self::ProxyExhausted | Self::ProxyCuts | Self::Idle
+        )
     }
 
     /// Of the proxy that clients come through.

@@ -5,7 +5,7 @@ use std::process::Command;
 use tandem_e2e::bin;
 
 /// Of the code that plants, as it lies in a binary that has it.
-const MARK: &[u8] = b"stall-transfer";
+const MARK: &[u8] = b"is neither milliseconds nor hold";
 
 #[test]
 fn no_shipped_binary_has_faults() {
