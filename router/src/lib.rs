@@ -147,7 +147,7 @@ impl Router {
         let watcher = tokio::spawn(follow(Arc::clone(&flow), readiness.clone()));
         let app = Arc::new(App {
             bodies: Budget::new(config.max_bodies_bytes),
-            probe: Probe::new(&text)?,
+            probe: Probe::new(Arc::clone(&text))?,
             text: TextWork::new(text, metrics),
             config,
             keys: locks.keys,

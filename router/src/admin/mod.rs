@@ -7,6 +7,7 @@
 //! | `GET /admin/connections` | each client connection: what it waits for, and where its time went; the slowest requests of late |
 //! | `GET`, `POST /admin/traffic` | whether requests go to the engines, how many are there and how many wait; changes it |
 //! | `GET`, `POST /admin/knobs` | what can be changed while the router runs; changes it |
+//! | `POST /admin/probe` | a completion on a prompt that nobody has seen, and what was counted of it |
 //! | `POST /admin/flush` | drops the prefix caches of all engines |
 //! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
 //!
@@ -15,6 +16,7 @@
 
 mod connections;
 mod orders;
+mod probe;
 mod traffic;
 mod views;
 
@@ -38,6 +40,7 @@ use crate::error::{Locked, RouterError};
 use crate::evidence::{Connection, Registry};
 use crate::http::App;
 use crate::http::body::{Answer, Budget, Held, read};
+use crate::http::probe::Probe;
 use crate::http::routes::{REQUEST_ID, json, presented, refusal, request_id, turn_away};
 use crate::http::socket::Socket;
 
@@ -153,6 +156,7 @@ enum Path {
     Connections,
     Traffic,
     Knobs,
+    Probe,
     Flush,
     Drain,
     Resume,
@@ -194,6 +198,12 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
             }
             Ok(shown(StatusCode::OK, &flow.knobs()))
         }
+        Path::Probe => {
+            let id = request_id(request.headers());
+            let limit = probe::read(&body(request).await?.bytes)?;
+            let measured = Probe::measure(&admin.app, id, limit).await?;
+            Ok(shown(StatusCode::OK, &measured))
+        }
         Path::Drain | Path::Resume => {
             let held = body(request).await?;
             let order = orders::Order::read(&held.bytes, matches!(path, Path::Resume))?;
@@ -225,6 +235,7 @@ fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
         "/admin/connections" => (Path::Connections, "GET"),
         "/admin/traffic" => (Path::Traffic, "GET, POST"),
         "/admin/knobs" => (Path::Knobs, "GET, POST"),
+        "/admin/probe" => (Path::Probe, "POST"),
         "/admin/flush" => (Path::Flush, "POST"),
         "/admin/drain" => (Path::Drain, "POST"),
         "/admin/resume" => (Path::Resume, "POST"),

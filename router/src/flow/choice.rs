@@ -96,6 +96,8 @@ pub struct Done {
     pub cached_tokens: Option<u32>,
     /// Tokens of the answer.
     pub completion_tokens: u32,
+    /// What the engine says of its work; none where a stop string ended the call before it did.
+    pub usage: Option<proto::Usage>,
 }
 
 /// One choice. Dropping it cancels everything below it.
@@ -444,7 +446,7 @@ impl Choice {
             // `running` is dropped here, which cancels what the engine would still do
             running.lease.decode.succeeded();
             let tokens = self.text.tokens() as u32;
-            return Some(Event::Done(self.done(piece, Finish::Stop, None, tokens)));
+            return Some(Event::Done(self.done(piece, Finish::Stop, tokens, None)));
         }
         self.state = State::Running(running);
         if piece.is_empty() {
@@ -484,14 +486,15 @@ impl Choice {
             finished::Cause::Length => Finish::Length,
             finished::Cause::Stop | finished::Cause::Unspecified => Finish::Stop,
         };
-        Event::Done(self.done(piece, finish, Some(usage.cached_tokens), usage.completion_tokens))
+        Event::Done(self.done(piece, finish, usage.completion_tokens, Some(usage)))
     }
 
-    fn done(&mut self, piece: Piece, finish: Finish, cached_tokens: Option<u32>, completion_tokens: u32) -> Done {
+    fn done(&mut self, piece: Piece, finish: Finish, completion_tokens: u32, usage: Option<proto::Usage>) -> Done {
         self.span = Span::default();
         let (prompt_tokens, cached_tokens) = if self.follows {
             (0, Some(0))
         } else {
+            let cached_tokens = usage.map(|usage| usage.cached_tokens);
             (self.spec.prompt.len() as u32, cached_tokens)
         };
         self.count(completion_tokens);
@@ -513,6 +516,7 @@ impl Choice {
             prompt_tokens,
             cached_tokens,
             completion_tokens,
+            usage,
         }
     }
 

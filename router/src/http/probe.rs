@@ -1,7 +1,8 @@
-//! `/health_generate`: does a token come through both legs, now?
+//! `/health_generate`: does a token come through both legs, now? And `/admin/probe`: did the KV of a prompt that nobody has seen
+//! come over the wire?
 //!
-//! One probe at a time, whoever asks: those who come while one runs wait for the next, and all of them share it. So asking
-//! often costs the engines nothing, and no answer is older than its question.
+//! Of the first, one at a time, whoever asks: those who come while one runs wait for the next, and all of them share it. So
+//! asking often costs the engines nothing, and no answer is older than its question.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use super::body::Answer;
 use super::{App, routes};
 use crate::error::RouterError;
 use crate::flow::spec::Asker;
-use crate::flow::{Choice, Event, Part, Spec};
+use crate::flow::{Choice, Done, Event, Part, Progress, Spec};
 use crate::metrics::Endpoint;
 use crate::text::{Text, TextError};
 
@@ -31,7 +32,27 @@ const PROMPT: &str = "1, 2, 3, 4, 5,";
 #[derive(Debug)]
 pub struct Probe {
     prompt: Arc<[u32]>,
+    text: Arc<Text>,
     last: Mutex<Option<Last>>,
+}
+
+/// What a completion on a prompt that nobody has seen was found to be.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measured {
+    /// Tokens of the prompt.
+    prompt_tokens: u32,
+    /// Tokens of the answer.
+    completion_tokens: u32,
+    /// Of the prompt, found in a prefix cache.
+    cached_tokens: u32,
+    /// Of the prompt, those whose KV decode received.
+    moved_tokens: u32,
+    /// Bytes of that KV, as decode counted them.
+    moved_bytes: u64,
+    /// Of the prompt, those that decode computed itself.
+    computed_tokens: u32,
+    /// All of it.
+    seconds: f64,
 }
 
 #[derive(Debug)]
@@ -52,9 +73,10 @@ struct Outcome {
 
 impl Probe {
     /// Makes none yet.
-    pub fn new(text: &Text) -> Result<Self, TextError> {
+    pub fn new(text: Arc<Text>) -> Result<Self, TextError> {
         Ok(Self {
             prompt: text.encode_prompt(PROMPT)?.into(),
+            text,
             last: Mutex::new(None),
         })
     }
@@ -67,12 +89,9 @@ impl Probe {
             Some(last) if last.began >= came => last.outcome.clone(),
             _ => {
                 let began = Instant::now();
-                let tokens = tokio::time::timeout(LIMIT, tokens(app, account)).await;
-                let error = match tokens {
-                    Ok(Ok(())) => None,
-                    Ok(Err(error)) => Some(error),
-                    Err(_) => Some(RouterError::Deadline(LIMIT)),
-                };
+                let id = account.request_id.clone();
+                let prompt = Arc::clone(&app.probe.prompt);
+                let error = tokens(app, id, prompt, LIMIT, &account.progress).await.err();
                 let outcome = Outcome {
                     status: if error.is_none() { "generating" } else { "failed" },
                     seconds: began.elapsed().as_secs_f64(),
@@ -92,16 +111,42 @@ impl Probe {
         };
         routes::json(status, serde_json::to_vec(&outcome).unwrap_or_default())
     }
+
+    /// A completion on a prompt that begins with 256 random bits, so that no prefix cache holds any of it.
+    pub async fn measure(app: &Arc<App>, request_id: String, limit: Duration) -> Result<Measured, RouterError> {
+        let began = Instant::now();
+        let [high, low] = rand::random::<[u128; 2]>();
+        let salted = format!("{high:032x}{low:032x} {PROMPT}");
+        let prompt: Arc<[u32]> = app.probe.text.encode_prompt(&salted)?.into();
+        let done = tokens(app, request_id, prompt, limit, &Arc::new(Progress::default())).await?;
+        let usage = done.usage.unwrap_or_default();
+        Ok(Measured {
+            prompt_tokens: done.prompt_tokens,
+            completion_tokens: done.completion_tokens,
+            cached_tokens: usage.cached_tokens,
+            moved_tokens: usage.moved_tokens,
+            moved_bytes: usage.moved_bytes,
+            computed_tokens: usage.computed_tokens,
+            seconds: began.elapsed().as_secs_f64(),
+        })
+    }
 }
 
-async fn tokens(app: &Arc<App>, account: &Account) -> Result<(), RouterError> {
+async fn tokens(
+    app: &Arc<App>,
+    request_id: String,
+    prompt: Arc<[u32]>,
+    limit: Duration,
+    progress: &Arc<Progress>,
+) -> Result<Done, RouterError> {
+    let came = Instant::now();
     let spec = Spec {
-        request_id: account.request_id.clone(),
+        request_id,
         endpoint: Endpoint::Other,
-        came: account.came,
+        came,
         knobs: app.flow.knobs(),
-        deadline: Instant::now() + LIMIT,
-        prompt: Arc::clone(&app.probe.prompt),
+        deadline: came + limit,
+        prompt,
         sampling: Sampling {
             top_p: 1.0,
             ..Sampling::default()
@@ -116,14 +161,18 @@ async fn tokens(app: &Arc<App>, account: &Account) -> Result<(), RouterError> {
         streamed: true,
         asker: Asker::Probe,
     };
-    let choice = Choice::new(Arc::clone(&app.flow), spec, Part::Alone, Arc::clone(&account.progress))?;
+    let choice = Choice::new(Arc::clone(&app.flow), spec, Part::Alone, Arc::clone(progress))?;
     let mut events = choice.events().boxed();
-    while let Some(event) = events.next().await {
-        match event {
-            Event::Done(_) => return Ok(()),
-            Event::Failed(error) => return Err(error),
-            Event::Accepted | Event::Text(_) | Event::Restarted => {}
+    let ended = async {
+        while let Some(event) = events.next().await {
+            match event {
+                Event::Done(done) => return Ok(done),
+                Event::Failed(error) => return Err(error),
+                Event::Accepted | Event::Text(_) | Event::Restarted => {}
+            }
         }
-    }
-    Err(RouterError::Internal("the probe ended without its last event".into()))
+        Err(RouterError::Internal("the probe ended without its last event".into()))
+    };
+    let ended = tokio::time::timeout(limit, ended).await;
+    ended.unwrap_or(Err(RouterError::Deadline(limit)))
 }

@@ -271,3 +271,34 @@ async fn a_wrong_order_is_taken() {
         json!({"mode": "admit", "remaining_ms": null, "in_flight": 0, "queued": 0})
     );
 }
+
+#[tokio::test]
+async fn a_probe_waits_with_those_that_an_order_holds_or_asks_what_was_asked_before() {
+    let decode = engine::decode();
+    let rig = Governed::start(&[], &[&decode], &[]).await;
+    rig.order(PATH, queue(600_000)).await;
+    let held = ask(&rig);
+    rig.shows(PATH, json!({"queued": 1})).await;
+    for round in 1..=2 {
+        let measured = rig.order("/admin/probe", json!({"timeout_ms": 60_000})).await;
+        let call = &decode.calls()[round - 1];
+        assert_eq!(
+            measured["prompt_tokens"].as_u64(),
+            Some(call.prompt_tokens.len() as u64)
+        );
+        assert!(measured["completion_tokens"].as_u64() > Some(0), "{measured}");
+        for counted in ["cached_tokens", "moved_tokens", "moved_bytes", "computed_tokens"] {
+            assert!(measured[counted].is_u64(), "{measured} lacks {counted}");
+        }
+    }
+    let calls = decode.calls();
+    let common = calls[0]
+        .prompt_tokens
+        .iter()
+        .zip(&calls[1].prompt_tokens)
+        .take_while(|(a, b)| a == b);
+    assert!(common.count() < 4, "a prefix cache could hold the second prompt");
+    rig.shows(PATH, json!({"queued": 1})).await;
+    rig.order(PATH, json!({"mode": "admit"})).await;
+    assert_eq!(held.await.unwrap().content(), "Paris");
+}
