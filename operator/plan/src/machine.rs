@@ -37,6 +37,8 @@ pub struct Machine<'a> {
     /// What is waited for, for people.
     pub waiting: String,
     store: Option<Revision>,
+    /// A change was begun by this pass.
+    begun: bool,
     knobs: BTreeMap<Role, String>,
     probe: Option<ProbeOrder>,
     look_again: Option<Timestamp>,
@@ -51,6 +53,7 @@ impl<'a> Machine<'a> {
             traffic: input.world.order.unwrap_or(Traffic::Admit),
             waiting: String::new(),
             store: None,
+            begun: false,
             knobs: BTreeMap::new(),
             probe: None,
             look_again: None,
@@ -117,6 +120,7 @@ impl<'a> Machine<'a> {
         let tried = |entry: &&HistoryEntry| target_of(&entry.revision) == target_of(&revision.id);
         let failed = |entry: &&HistoryEntry| matches!(entry.outcome, Outcome::Reverted | Outcome::Held);
         let attempts = self.status.history.iter().take_while(tried).filter(failed).count() as i32;
+        self.begun = true;
         self.status.restart_token = Some(token.to_owned());
         self.status.revisions.target.clone_from(&revision.id);
         self.status.rollout = Some(RolloutStatus {
@@ -148,10 +152,11 @@ impl<'a> Machine<'a> {
             self.stop_clock();
             "rollout.paused is set".clone_into(&mut self.waiting);
         }
-        if self.store.is_some() {
+        // Its deadlines are written down before anything is done by them.
+        if self.begun {
             self.enter(Step::Admit);
         }
-        if paused || self.store.is_some() {
+        if paused || self.begun {
             return;
         }
         let goal = match rollout.direction {
@@ -291,7 +296,13 @@ impl<'a> Machine<'a> {
                 return Step::Gates;
             }
             self.traffic = Traffic::Admit;
-            return Step::Promote;
+            // It is back once clients are served again.
+            let admits = self.input.world.order == Some(Traffic::Admit);
+            if let Some(problem) = gates::unhealthy(self.input.world, goal, Some(Traffic::Admit)) {
+                self.waiting = problem;
+                return Step::Gates;
+            }
+            return if admits { Step::Promote } else { Step::Gates };
         }
         let records = &mut self.status.gates;
         let (verdict, probe) = gates::look(&self.input, goal, self.traffic, !only_scales, records);
