@@ -14,6 +14,7 @@ use tandem_e2e::eventually;
 use tandem_operator::apply::{Need, need, signed};
 use tandem_operator::render::meta::{CONTRACT, Owner};
 use tandem_operator::render::{around, engine, guard, json as sent, knobs, network, router};
+use tandem_plan::Traffic;
 
 use crate::crd;
 use crate::fixtures::with_nodes;
@@ -52,6 +53,8 @@ pub(crate) fn children(object: &PDDeployment) -> Vec<Value> {
     let inputs = Inputs::of(spec);
     let contract = inputs.contract();
     let mut children = around(&owner, spec, "tandem-system");
+    children.extend(Role::ALL.map(|role| sent(knobs::config_map(&owner, spec, role))));
+    children.push(sent(knobs::traffic(&owner, Traffic::Admit)));
     children.push(sent(guard::token(&owner, &"t".repeat(32))));
     for (role, replicas) in [
         (Role::Prefill, spec.prefill.replicas),

@@ -6,8 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, ConfigMapKeySelector, EnvVar, EnvVarSource};
-use tandem_crds::{EngineRole, OnPrefillFailure, PDDeploymentSpec, PrefixCacheMode, Role, RouterPolicy};
+use tandem_crds::{EngineRole, Inputs, OnPrefillFailure, PDDeploymentSpec, PrefixCacheMode, Role, RouterPolicy};
+use tandem_plan::Traffic;
 
 use super::meta::Owner;
 
@@ -107,15 +109,61 @@ pub fn name(owner: &Owner<'_>, role: Role) -> String {
     owner.child(&format!("{}-knobs", role.field()))
 }
 
+/// The annotation with the hash of the knobs that lie in a config map.
+pub const HASH: &str = "tandem.dev/knobs";
+
 /// The config map of a role.
 pub fn config_map(owner: &Owner<'_>, spec: &PDDeploymentSpec, role: Role) -> ConfigMap {
+    let mut metadata = owner.meta(name(owner, role), Some(role));
+    let hash = Inputs::of(spec).knobs(role).hash();
+    metadata.annotations = Some(BTreeMap::from([(HASH.to_owned(), hash)]));
     let data: BTreeMap<String, String> = of(spec, role)
         .into_iter()
         .map(|knob| (knob.flag.to_owned(), knob.value))
         .collect();
     ConfigMap {
-        metadata: owner.meta(name(owner, role), Some(role)),
+        metadata,
         data: Some(data),
         ..ConfigMap::default()
+    }
+}
+
+/// The name of the config map with the order to the routers.
+pub fn traffic_name(owner: &Owner<'_>) -> String {
+    owner.child("router-traffic")
+}
+
+/// The order to the routers as flags of theirs.
+pub fn traffic_knobs(traffic: Traffic) -> Vec<Knob> {
+    let (mode, until) = match traffic {
+        Traffic::Admit => ("admit", None),
+        Traffic::Reject => ("reject", None),
+        Traffic::Queue { until } => ("queue", Some(until)),
+    };
+    // Always a time, so that the argument is one; only a queue looks at it.
+    let until = until.unwrap_or(Timestamp::UNIX_EPOCH);
+    vec![knob("traffic", &mode), knob("traffic-until", &until)]
+}
+
+/// The config map with the order to the routers: a router that starts takes it from there.
+pub fn traffic(owner: &Owner<'_>, traffic: Traffic) -> ConfigMap {
+    let data = traffic_knobs(traffic).into_iter();
+    ConfigMap {
+        metadata: owner.meta(traffic_name(owner), Some(Role::Router)),
+        data: Some(data.map(|knob| (knob.flag.to_owned(), knob.value)).collect()),
+        ..ConfigMap::default()
+    }
+}
+
+/// The order that lies in such a config map; none where somebody wrote something else.
+pub fn traffic_of(data: &BTreeMap<String, String>) -> Option<Traffic> {
+    match data.get("traffic")?.as_str() {
+        "admit" => Some(Traffic::Admit),
+        "reject" => Some(Traffic::Reject),
+        "queue" => {
+            let until = data.get("traffic-until")?.parse().ok()?;
+            Some(Traffic::Queue { until })
+        }
+        _ => None,
     }
 }

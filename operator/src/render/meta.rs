@@ -13,6 +13,8 @@ pub const ROLE: &str = "tandem.dev/role";
 pub const REVISION: &str = "tandem.dev/revision";
 /// What an engine's handshake has to agree on: only engines of one contract are ever paired.
 pub const CONTRACT: &str = "tandem.dev/contract";
+/// The uid of the deployment, on each pod: a pod of an earlier deployment of the same name is none of this one's.
+pub const OWNER: &str = "tandem.dev/owner";
 
 /// The object whose children are rendered.
 #[derive(Debug, Clone, Copy)]

@@ -24,8 +24,8 @@ use tandem_crds::{PDDeploymentSpec, Role};
 
 use meta::Owner;
 
-/// What stands around the workloads and follows from the spec alone: knobs, accounts, evictions, who reaches whom, and the
-/// Service for clients. `operator_namespace` is where the operator runs, who may reach all of them.
+/// What stands around the workloads and follows from the spec alone: accounts, evictions, who reaches whom, and the Service
+/// for clients. `operator_namespace` is where the operator runs, who may reach all of them.
 pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, operator_namespace: &str) -> Vec<Value> {
     let mut children = vec![
         json(network::front(owner, spec)),
@@ -33,7 +33,6 @@ pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, operator_namespace: &s
         json(guard::grant(owner)),
     ];
     for role in Role::ALL {
-        children.push(json(knobs::config_map(owner, spec, role)));
         children.push(json(guard::account(owner, role)));
         children.push(json(guard::eviction(owner, role)));
         children.push(json(network::policy(owner, operator_namespace, role)));

@@ -12,8 +12,9 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tandem_crds::{PDDeploymentSpec, Pod, Resources, Role};
+use tandem_plan::Traffic;
 
-use super::meta::Owner;
+use super::meta::{OWNER, Owner};
 use super::{guard, knobs, ports};
 
 /// Where the model's claim is mounted.
@@ -72,6 +73,12 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
     let mut args = program.args;
     args.extend(tunable.iter().map(knobs::Knob::argument));
     let mut env: Vec<EnvVar> = tunable.iter().map(|knob| knob.source(&config_map)).collect();
+    if role == Role::Router {
+        let config_map = knobs::traffic_name(owner);
+        let order = knobs::traffic_knobs(Traffic::Admit);
+        args.extend(order.iter().map(knobs::Knob::argument));
+        env.extend(order.iter().map(|knob| knob.source(&config_map)));
+    }
     env.extend(pod.env.iter().map(variable));
 
     let mut volumes = vec![
@@ -92,6 +99,7 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
     let (volumes, volume_mounts) = volumes.into_iter().unzip();
 
     let mut labels = owner.labels(Some(role));
+    labels.insert(OWNER.to_owned(), owner.uid.to_owned());
     labels.extend(program.labels.into_iter().map(|(key, value)| (key.to_owned(), value)));
     labels.extend(pod.labels.clone());
 

@@ -1,6 +1,12 @@
-//! What the operator renders and when it writes.
+//! What the operator renders, what it reads from the cluster and from processes, and when it writes.
 
 #![expect(clippy::expect_used, reason = "helpers of tests: a step that fails fails the test")]
 
 mod apply;
+mod cache;
+mod events;
+mod observe;
+mod peers;
+mod queue;
 mod render;
+mod revision;

@@ -1,0 +1,204 @@
+//! Routers, on their admin port: what they do with new requests, their knobs, and a completion through them.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use reqwest::{Method, StatusCode};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tandem_plan::Traffic;
+
+use super::{PeerError, authority};
+use crate::observe::pod::PodFacts;
+use crate::render::ports::ADMIN;
+
+/// A router's answer has at most this many bytes.
+const MAX_ANSWER: usize = 64 * 1024;
+/// The router counts its queue from when it was told, the order from when it was made; they differ by so much at most.
+const SKEW: SignedDuration = SignedDuration::from_secs(5);
+
+/// What new requests meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// They go to engines.
+    Admit,
+    /// They wait in the router.
+    Queue,
+    /// They are refused.
+    Reject,
+}
+
+/// An order to a router.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Order {
+    /// What new requests meet.
+    pub mode: Mode,
+    /// How long a queue waits; they are refused afterwards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remaining_ms: Option<u64>,
+}
+
+impl Order {
+    /// The order as it is told at this time.
+    pub fn of(traffic: Traffic, now: Timestamp) -> Self {
+        let (mode, remaining_ms) = match traffic {
+            Traffic::Admit => (Mode::Admit, None),
+            Traffic::Reject => (Mode::Reject, None),
+            Traffic::Queue { until } => {
+                let left = until.duration_since(now).as_millis().max(0);
+                (Mode::Queue, Some(left as u64))
+            }
+        };
+        Self { mode, remaining_ms }
+    }
+}
+
+/// A router's acknowledgement.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Told {
+    /// What new requests meet.
+    pub mode: Mode,
+    /// How long the queue still waits.
+    #[serde(default)]
+    pub remaining_ms: Option<u64>,
+    /// Requests that are with engines.
+    pub in_flight: u64,
+    /// Requests that wait in the router.
+    #[serde(default)]
+    pub queued: u64,
+}
+
+impl Told {
+    /// The order that was acknowledged at this time; the wanted one where it is that.
+    pub fn order(&self, at: Timestamp, wanted: Option<Traffic>) -> Traffic {
+        match self.mode {
+            Mode::Admit => Traffic::Admit,
+            Mode::Reject => Traffic::Reject,
+            Mode::Queue => {
+                let left = SignedDuration::from_millis(self.remaining_ms.unwrap_or(0).min(i64::MAX as u64) as i64);
+                let until = at.saturating_add(left).unwrap_or(at);
+                match wanted {
+                    // An end that has passed is none: how long ago it passed does not matter.
+                    Some(Traffic::Queue { until: wanted })
+                        if until.max(at).duration_since(wanted.max(at)).abs() <= SKEW =>
+                    {
+                        Traffic::Queue { until: wanted }
+                    }
+                    _ => Traffic::Queue { until },
+                }
+            }
+        }
+    }
+}
+
+/// A router's knobs, by name.
+pub type Knobs = serde_json::Map<String, Value>;
+
+/// What a router says of itself.
+#[derive(Debug, Clone)]
+pub struct Info {
+    /// What it does with new requests.
+    pub traffic: Told,
+    /// In effect now.
+    pub knobs: Knobs,
+    /// When it said so.
+    pub at: Timestamp,
+}
+
+/// Asks a router about itself.
+pub async fn info(http: &reqwest::Client, pod: &PodFacts, token: &str) -> Result<Info, PeerError> {
+    let at = Timestamp::now();
+    let traffic = call(http, pod, token, Method::GET, "traffic", None).await?;
+    let knobs = call(http, pod, token, Method::GET, "knobs", None).await?;
+    Ok(Info { traffic, knobs, at })
+}
+
+/// Tells a router what to do with new requests.
+pub async fn set_traffic(
+    http: &reqwest::Client,
+    pod: &PodFacts,
+    token: &str,
+    order: &Order,
+) -> Result<Told, PeerError> {
+    call(http, pod, token, Method::POST, "traffic", Some(json!(order))).await
+}
+
+/// Tells a router its knobs; all that are in effect then.
+pub async fn set_knobs(http: &reqwest::Client, pod: &PodFacts, token: &str, knobs: &Knobs) -> Result<Knobs, PeerError> {
+    call(http, pod, token, Method::POST, "knobs", Some(json!(knobs))).await
+}
+
+/// What a completion through a router was found to be.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Probed {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// Tokens of the answer.
+    pub completion_tokens: u64,
+    /// Of the prompt, those that an engine had in its prefix cache.
+    pub cached_tokens: u64,
+    /// Of the prompt, those whose KV decode received.
+    pub moved_tokens: u64,
+    /// Bytes of that KV, as decode received them.
+    pub moved_bytes: u64,
+    /// Of the prompt, those that decode computed itself.
+    pub computed_tokens: u64,
+}
+
+/// Runs a completion on a prompt that nobody has seen, past the order that holds others back.
+pub async fn probe(http: &reqwest::Client, pod: &PodFacts, token: &str, limit: Duration) -> Result<Probed, PeerError> {
+    let body = json!({"timeout_ms": limit.as_millis() as u64});
+    let called = call(http, pod, token, Method::POST, "probe", Some(body));
+    // The router ends it by itself; its answer still has to come.
+    match tokio::time::timeout(limit + super::DEADLINE, called).await {
+        Ok(result) => result,
+        Err(_) => Err(PeerError::Silent {
+            pod: pod.name.clone(),
+            call: "probe",
+        }),
+    }
+}
+
+async fn call<T: DeserializeOwned>(
+    http: &reqwest::Client,
+    pod: &PodFacts,
+    token: &str,
+    method: Method,
+    name: &'static str,
+    body: Option<Value>,
+) -> Result<T, PeerError> {
+    let refused = |reason: String, token| PeerError::refused(pod, name, reason, token);
+    let url = format!("http://{}/admin/{name}", authority(pod, ADMIN));
+    let mut request = http.request(method, url).bearer_auth(token);
+    if let Some(body) = body {
+        request = request.json(&body);
+    }
+    let mut response = request.send().await.map_err(|error| refused(causes(&error), false))?;
+    let status = response.status();
+    let mut bytes = Vec::new();
+    while let Some(more) = response.chunk().await.map_err(|error| refused(causes(&error), false))? {
+        if bytes.len() + more.len() > MAX_ANSWER {
+            return Err(refused(format!("its answer has more than {MAX_ANSWER} bytes"), false));
+        }
+        bytes.extend_from_slice(&more);
+    }
+    if !status.is_success() {
+        let said = String::from_utf8_lossy(&bytes);
+        let said: String = said.chars().take(300).collect();
+        return Err(refused(format!("{status}: {said}"), status == StatusCode::UNAUTHORIZED));
+    }
+    serde_json::from_slice(&bytes).map_err(|error| refused(format!("its answer cannot be read: {error}"), false))
+}
+
+/// An error with all that it was caused by.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
