@@ -1,6 +1,7 @@
 //! `tandem`: a `PDDeployment` on this machine, and what measures it.
 
 mod bench;
+mod capture;
 mod claims;
 mod console;
 #[cfg(test)]
@@ -37,6 +38,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Say which layer is at fault, if one is: client path, router, prefill, transfer or decode; exit code by verdict
     Diagnose(diagnose::DiagnoseArgs),
+    /// Write everything that can be observed into one archive, without prompts and secrets
+    Capture(capture::CaptureArgs),
     /// Load a server and measure it
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
             Command::Flush(args) => up::flush(args).await,
             Command::Plan(args) => plan::plan(&args),
             Command::Diagnose(args) => diagnose::diagnose(args).await,
+            Command::Capture(args) => capture::capture(args).await,
             Command::Bench(command) => bench::run(command).await,
         }
     });

@@ -280,6 +280,11 @@ impl RouterError {
         source_name(source)
     }
 
+    /// Something is wrong with the request. What it says may quote it, so it is for the client alone.
+    pub fn is_of_client(&self) -> bool {
+        self.source() == source_name(Source::Client)
+    }
+
     /// The same request may succeed elsewhere or later, and sending it again does no harm.
     pub fn retryable(&self) -> bool {
         match self {

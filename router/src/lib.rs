@@ -154,6 +154,7 @@ impl Router {
             flow,
             exposition,
             evidence,
+            badges: evidence::Badges::default(),
             readiness,
             traces,
             cut: CancellationToken::new(),

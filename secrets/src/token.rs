@@ -45,15 +45,29 @@ impl Token {
         })
     }
 
-    /// Draws a token of 256 bits and writes it into a new file that only its owner may read; an old one is replaced.
+    /// Draws one of 256 bits.
+    pub fn draw() -> Self {
+        let [high, low] = rand::random::<[u128; 2]>();
+        let text = format!("{high:032x}{low:032x}");
+        Self {
+            digest: Fingerprint::of(text.as_bytes()),
+            text,
+        }
+    }
+
+    /// The secret itself, for whom it was drawn.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Draws a token and writes it into a new file that only its owner may read; an old one is replaced.
     pub fn make(path: &Path) -> std::io::Result<()> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let mut file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
-        let [high, low] = rand::random::<[u128; 2]>();
-        writeln!(file, "{high:032x}{low:032x}")
+        writeln!(file, "{}", Self::draw().text)
     }
 
     /// Is it what a request came with? In the same time, whatever differs.

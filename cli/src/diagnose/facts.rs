@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use super::record::{Clients, Connection, Engine, HeardEngine, Kept, Load, Outcome, Probe, Record, Side, Way};
+use super::record::{
+    ANSWERED, Clients, Connection, Engine, HeardEngine, Inflight, Kept, Load, Outcome, Probe, Record, Side, Way,
+};
 
 /// A number of an observation.
 pub type Note = usize;
@@ -78,8 +80,10 @@ pub struct EngineFacts<'a> {
     pub side: Side,
     pub endpoint: &'a str,
     pub condition: Condition,
-    /// Its places are taken, or some wait for one.
-    pub full: bool,
+    /// It has more than it can hold, and steps: what waits for it waits for its turn.
+    pub busy: bool,
+    /// What its requests wait for, by its last report.
+    pub inflight: &'a [Inflight],
     pub heard: Option<&'a HeardEngine>,
     /// Of its own word, and of the router's.
     pub notes: Vec<Note>,
@@ -94,8 +98,8 @@ pub enum Condition {
     Idle,
     /// It has, and each step took at most so long.
     Steps { longest_ms: u64 },
-    /// It has, and made no step for too long.
-    Late { longest_ms: u64 },
+    /// It has, and nothing was done for it for too long.
+    Late { still_ms: u64 },
 }
 
 impl<'a> Facts<'a> {
@@ -185,10 +189,7 @@ impl<'a> Facts<'a> {
             );
         }
         // one line for each state
-        let requests = || {
-            let all = clients.connections.iter().flat_map(|connection| &connection.requests);
-            all.filter(|request| !request.probe)
-        };
+        let requests = || clients.connections.iter().flat_map(|connection| &connection.requests);
         let mut states: Vec<&str> = requests().map(|request| request.state.as_str()).collect();
         states.sort_unstable();
         states.dedup();
@@ -229,7 +230,13 @@ impl<'a> Facts<'a> {
                 side: engine.side,
                 endpoint: &engine.endpoint,
                 condition,
-                full,
+                // one that is slow is no excuse
+                busy: full && matches!(condition, Condition::Steps { longest_ms } if longest_ms < self.stuck_ms),
+                inflight: engine
+                    .loads
+                    .last()
+                    .and_then(|load| load.read())
+                    .map_or(&[], |load| &load.inflight),
                 heard: heard_of,
                 notes: own,
             });
@@ -262,15 +269,49 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// The probes of one way.
+    /// The probes of one way that could be made.
     pub fn way(&self, way: Way) -> Probed<'a> {
-        let of_way = self.probes.iter().filter(|(probe, _)| probe.way == way);
-        Probed {
-            stuck_ms: self.stuck_ms,
-            probes: of_way
-                .filter(|(probe, _)| !matches!(probe.outcome, Outcome::NotMade { .. }))
-                .copied()
-                .collect(),
+        let mut probed = Probed::default();
+        for (probe, note) in &self.probes {
+            if probe.way != way || matches!(probe.outcome, Outcome::NotMade { .. }) {
+                continue;
+            }
+            probed.notes.push(*note);
+            let well = passed(probe).is_some_and(|total_ms| total_ms < self.stuck_ms);
+            probed.slowest_ms = probed.slowest_ms.max(passed(probe).unwrap_or(0));
+            if !well && self.waits_its_turn(probe) {
+                probed.waits = true;
+            } else if !well {
+                probed.bad.push((*probe, *note));
+            }
+        }
+        probed.notes.dedup();
+        probed
+    }
+
+    /// Is it by load, or by order, that a probe did not pass in time?
+    fn waits_its_turn(&self, probe: &Probe) -> bool {
+        let (decode, prefill) = (self.busy(Side::Decode), self.busy(Side::Prefill));
+        let state = match &probe.outcome {
+            Outcome::Hung { state, .. } => state.as_deref(),
+            Outcome::Passed { .. } => spent_most(&probe.outcome).map(|(state, _)| state),
+            Outcome::Failed { code, .. } => match code.as_deref() {
+                Some("no_capacity" | "queue_full") => Some("queue"),
+                _ => None,
+            },
+            Outcome::Cut { .. } | Outcome::NotMade { .. } => None,
+        };
+        let Some(state) = state else {
+            return false;
+        };
+        match state {
+            "held" => true,
+            // an engine that does all by itself has one queue
+            _ if probe.way == Way::Decode => decode,
+            "queue" => decode || prefill,
+            "prefill_queue" => prefill,
+            "accept" | "decode" => decode,
+            _ => false,
         }
     }
 
@@ -281,7 +322,7 @@ impl<'a> Facts<'a> {
 
     /// Those that take in more than they can hold, and step: what waits for them waits for its turn.
     pub fn busy(&self, side: Side) -> bool {
-        self.side(side).any(EngineFacts::busy)
+        self.side(side).any(|engine| engine.busy)
     }
 
     /// Since the request last moved, as far as that is known: an engine whose answer is not streamed tells little on the way,
@@ -301,6 +342,17 @@ impl<'a> Facts<'a> {
         steps.max().map_or(wait.step_ms, |longest| wait.step_ms.min(longest))
     }
 
+    /// Engines by whose own word a request stands still in `state`, by their observations.
+    pub fn still_in(&self, state: &str) -> Option<Vec<Note>> {
+        let still = |engine: &&EngineFacts<'_>| {
+            let mut of_state = engine.inflight.iter().filter(|inflight| inflight.state == state);
+            of_state.any(|inflight| inflight.still_ms >= self.stuck_ms)
+        };
+        let engines = self.engines.iter().filter(still);
+        let notes: Vec<Note> = engines.filter_map(|engine| engine.notes.first().copied()).collect();
+        (!notes.is_empty()).then_some(notes)
+    }
+
     /// Requests in one of `states` that have not moved for too long, by their observations.
     pub fn stuck_in(&self, states: &[&str]) -> Option<Vec<Note>> {
         let stuck = |wait: &&Wait<'_>| states.contains(&wait.state) && self.step_ms(wait) >= self.stuck_ms;
@@ -311,11 +363,6 @@ impl<'a> Facts<'a> {
 }
 
 impl EngineFacts<'_> {
-    /// It has more than it can hold, and steps.
-    pub fn busy(&self) -> bool {
-        self.full && matches!(self.condition, Condition::Steps { .. })
-    }
-
     /// The router uses it, and has heard of it a moment ago.
     pub fn heard_well(&self, stuck_ms: u64) -> bool {
         let fresh =
@@ -324,36 +371,43 @@ impl EngineFacts<'_> {
     }
 }
 
-/// Probes of one way that could be made.
-#[derive(Debug)]
+/// How the probes of one way did.
+#[derive(Debug, Default)]
 pub struct Probed<'a> {
-    stuck_ms: u64,
-    pub probes: Vec<(&'a Probe, Note)>,
+    /// Those that did not pass, or were slow, and not because they wait for their turn.
+    pub bad: Vec<(&'a Probe, Note)>,
+    /// Some wait for their turn at an engine that is full and steps.
+    pub waits: bool,
+    /// Of those that passed.
+    pub slowest_ms: u64,
+    /// All of them.
+    pub notes: Vec<Note>,
 }
 
-impl<'a> Probed<'a> {
+impl Probed<'_> {
     /// Was this way measured?
     pub fn measured(&self) -> bool {
-        !self.probes.is_empty()
+        !self.notes.is_empty()
     }
 
-    /// It was, and each passed quickly.
+    /// It was, and nothing is wrong with it.
     pub fn fine(&self) -> bool {
-        self.measured() && self.bad().next().is_none()
+        self.measured() && self.bad.is_empty()
     }
 
-    /// Those that did not pass, or were slow.
-    pub fn bad(&self) -> impl Iterator<Item = (&'a Probe, Note)> {
-        let slow = self.stuck_ms;
-        let well = move |probe: &Probe| passed(probe).is_some_and(|total_ms| total_ms < slow);
-        self.probes.iter().copied().filter(move |(probe, _)| !well(probe))
+    /// Did `outer`, a probe of the way around this one, fare worse than this way? One that only took long did where it took twice
+    /// as long.
+    pub fn fares_better_than(&self, outer: &Probe) -> bool {
+        self.fine() && passed(outer).is_none_or(|total_ms| total_ms / 2 >= self.slowest_ms)
     }
 
-    /// By their observations.
-    pub fn notes(&self) -> Vec<Note> {
-        let mut notes: Vec<Note> = self.probes.iter().map(|(_, note)| *note).collect();
-        notes.dedup();
-        notes
+    /// That, in words.
+    pub fn well(&self) -> &'static str {
+        if self.waits {
+            "probes pass, or wait for their turn at an engine that is full and steps"
+        } else {
+            "probes pass"
+        }
     }
 }
 
@@ -365,37 +419,63 @@ pub fn passed(probe: &Probe) -> Option<u64> {
     }
 }
 
-/// Its condition over all its reports, and whether it was full at the last one. `worked_ms`: for so long others say that it has
-/// had something to compute.
+/// Its condition over all its reports, and whether it was full at one of them. `worked_ms`: for so long the router says that it
+/// has had something to compute.
 fn condition(engine: &Engine, stuck_ms: u64, worked_ms: u64) -> (Condition, bool) {
     if engine.info.read().is_none() || engine.loads.last().is_some_and(|load| load.read().is_none()) {
         return (Condition::Silent, false);
     }
     let mut since = None;
-    let mut longest = None;
+    let mut steps = None;
     let mut full = false;
+    let mut late = None;
     for reading in &engine.loads {
         let Some(load) = reading.read() else { continue };
-        full = load.waiting > 0 || load.max_running > 0 && load.running >= load.max_running;
-        if computes(engine.side, load) {
-            // an engine that has just got its first work made its last step long ago
-            let since = *since.get_or_insert(reading.at_ms);
-            let worked = reading.at_ms.saturating_sub(since).max(worked_ms);
-            longest = longest.max(Some(load.last_step_age_ms.min(worked)));
-        } else {
+        let full_now = load.waiting > 0 || load.max_running > 0 && load.running >= load.max_running;
+        full |= full_now;
+        if !computes(engine.side, load) {
             since = None;
+            continue;
         }
+        // an engine that has just got its first work made its last step long ago
+        let since = *since.get_or_insert(reading.at_ms);
+        let worked = reading.at_ms.saturating_sub(since).max(worked_ms);
+        let oldest = computing(engine.side, load).map(|inflight| inflight.oldest_ms);
+        let step = load.last_step_age_ms.min(oldest.fold(worked, u64::max));
+        steps = steps.max(Some(step));
+        late = late.max(if load.inflight.is_empty() {
+            Some(step)
+        } else {
+            // a long step may move; a request that does not may wait for its turn at an engine that is full
+            let still = computing(engine.side, load).map(|inflight| inflight.still_ms).max();
+            still.filter(|_| step >= stuck_ms || !full_now)
+        });
     }
-    let condition = match longest {
-        None => Condition::Idle,
-        Some(longest_ms) if longest_ms >= stuck_ms => Condition::Late { longest_ms },
-        Some(longest_ms) => Condition::Steps { longest_ms },
+    let condition = match (steps, late) {
+        (_, Some(still_ms)) if still_ms >= stuck_ms => Condition::Late { still_ms },
+        (Some(longest_ms), _) => Condition::Steps { longest_ms },
+        (None, _) => Condition::Idle,
     };
     (condition, full)
 }
 
+/// Its requests that wait for its steps.
+fn computing(side: Side, load: &Load) -> impl Iterator<Item = &Inflight> {
+    let states: &[&str] = match side {
+        Side::Prefill => &["prefill"],
+        // a decode may read a prompt by itself
+        Side::Decode => &["prefill", "decode"],
+    };
+    load.inflight
+        .iter()
+        .filter(|inflight| states.contains(&inflight.state.as_str()))
+}
+
 /// Has it something to compute? What only waits for bytes of a hand-off is nothing.
 fn computes(side: Side, load: &Load) -> bool {
+    if !load.inflight.is_empty() {
+        return computing(side, load).next().is_some();
+    }
     let running = match side {
         Side::Prefill => load.running,
         Side::Decode => load.running.saturating_sub(load.transferring),
@@ -419,10 +499,15 @@ fn own_word(engine: &Engine, condition: Condition) -> String {
     let steps = match condition {
         Condition::Silent | Condition::Idle => format!("idle, last step {} ago", Seconds(load.last_step_age_ms)),
         Condition::Steps { longest_ms } => format!("it steps, longest step {}", Seconds(longest_ms)),
-        Condition::Late { longest_ms } => format!("no step for {}", Seconds(longest_ms)),
+        Condition::Late { still_ms } => format!("nothing computed for {}", Seconds(still_ms)),
     };
+    let inflight = load.inflight.iter().map(|of| {
+        let still = Seconds(of.still_ms);
+        format!(", {} in state {} (still for {still})", of.count, of.state)
+    });
+    let inflight: String = inflight.collect();
     format!(
-        "{name}: {} of {} running, {} waiting, {} transferring, {} of {} pages free; {steps}{}",
+        "{name}: {} of {} running, {} waiting, {} transferring, {} of {} pages free{inflight}; {steps}{}",
         load.running,
         load.max_running,
         load.waiting,
@@ -504,10 +589,11 @@ fn probes_line(probes: &[&Probe]) -> String {
             received_bytes,
             state,
         } => {
-            let state = state
-                .as_ref()
-                .map(|state| format!(", then in state {state}"))
-                .unwrap_or_default();
+            let state = match state.as_deref() {
+                Some(ANSWERED) => ", though the router has written the whole answer".to_owned(),
+                Some(state) => format!(", then in state {state}"),
+                None => String::new(),
+            };
             format!(
                 "{which}: hung: not complete after {}, {received_bytes} bytes came{state}",
                 Seconds(*waited_ms)

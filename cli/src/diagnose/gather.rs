@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use futures::future::{join, join_all};
 use http_body_util::Full;
 use hyper::Request;
-use hyper::header::AUTHORIZATION;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::http::request::Builder;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tandem_wire::BootId;
@@ -35,6 +36,8 @@ const LOAD_INTERVAL_MS: u32 = 250;
 /// Reports that are kept of one engine.
 const LOADS: usize = 1024;
 const MAX_ANSWER: usize = 4 << 20;
+/// Longer than all probes take, one after the other.
+const BADGE_TIME: &str = r#"{"seconds": 3600}"#;
 
 /// How to look.
 #[derive(Debug)]
@@ -51,34 +54,36 @@ pub struct Options {
 pub struct Origin(Instant);
 
 impl Origin {
+    pub fn now() -> Self {
+        Self(Instant::now())
+    }
+
     pub fn ms(self) -> u64 {
         self.0.elapsed().as_millis() as u64
     }
 }
 
 /// Observes everything that can be observed of `target`.
-pub async fn record(mut target: Target, options: &Options) -> Record {
-    let origin = Origin(Instant::now());
+pub async fn record(target: &Target, options: &Options) -> Record {
+    let origin = Origin::now();
     let taken = jiff::Timestamp::now().to_string();
     let admin = target.admin.as_ref().map(|admin| AdminPort::new(admin, origin));
     let first = look(admin.as_ref()).await;
-    if target.engines.is_empty()
-        && let Some((_, heard)) = &first
-    {
-        target.engines = named(heard);
-    }
+    let engines = match &first {
+        Some((_, heard)) if target.engines.is_empty() => named(heard),
+        _ => target.engines.clone(),
+    };
     let (stop, stopped) = watch::channel(false);
     let main = async {
         let began = Instant::now();
-        let probes = probes(&target, options, admin.as_ref(), origin).await;
+        let probes = probes(target, &engines, options, admin.as_ref(), origin).await;
         tokio::time::sleep(APART.saturating_sub(began.elapsed())).await;
         let last = look(admin.as_ref()).await;
         let _ = stop.send(true);
         (probes, last)
     };
     let engines = join_all(
-        target
-            .engines
+        engines
             .iter()
             .map(|(side, endpoint)| engine(*side, endpoint, origin, stopped.clone())),
     );
@@ -111,14 +116,25 @@ fn named(heard: &Reading<Heard>) -> Vec<(Side, String)> {
         .collect()
 }
 
-async fn probes(target: &Target, options: &Options, admin: Option<&AdminPort>, origin: Origin) -> Vec<Probe> {
+async fn probes(
+    target: &Target,
+    engines: &[(Side, String)],
+    options: &Options,
+    admin: Option<&AdminPort>,
+    origin: Origin,
+) -> Vec<Probe> {
     if options.rounds == 0 {
         return Vec::new();
     }
     let deadline = Duration::from_millis(options.limits.probe_ms);
+    let badge = match admin {
+        Some(admin) => admin.badge().await,
+        None => None,
+    };
     let prober = Prober {
         deadline,
         rounds: options.rounds,
+        badge: badge.as_deref(),
         key: target.key.as_ref(),
         model: target.model.as_deref(),
         admin,
@@ -131,7 +147,7 @@ async fn probes(target: &Target, options: &Options, admin: Option<&AdminPort>, o
     let through = through
         .into_iter()
         .filter_map(|(way, url)| Some(prober.through(way, url?, &options.trust)));
-    let direct = Direct { deadline, origin }.all(&target.engines);
+    let direct = Direct { deadline, origin }.all(engines);
     let (through, direct) = join(join_all(through), direct).await;
     through.into_iter().flatten().chain(direct).collect()
 }
@@ -146,7 +162,7 @@ pub struct AdminPort {
 }
 
 impl AdminPort {
-    fn new(admin: &Admin, origin: Origin) -> Self {
+    pub fn new(admin: &Admin, origin: Origin) -> Self {
         let url = format!("http://{}", admin.place);
         Self {
             // it is plain HTTP: nobody has to be trusted
@@ -160,7 +176,7 @@ impl AdminPort {
     /// What is there now.
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Reading<T> {
         let at_ms = self.origin.ms();
-        let found = match timeout(READ, self.ask(path)).await {
+        let found = match timeout(READ, self.ask(Request::get("/"), path, String::new())).await {
             Ok(Ok(found)) => Found::Read(found),
             Ok(Err(why)) => Found::Failed(why),
             Err(_) => Found::Failed(format!("no answer within {} s", READ.as_secs())),
@@ -172,9 +188,21 @@ impl AdminPort {
         }
     }
 
-    async fn ask<T: DeserializeOwned>(&self, path: &str) -> Result<T, String> {
-        let request = Request::get("/").header(AUTHORIZATION, &self.authorization);
-        let request = request.body(Full::default()).map_err(|error| error.to_string())?;
+    /// What marks probes; none: this router knows no such thing, and will count them as requests of a user.
+    async fn badge(&self) -> Option<String> {
+        #[derive(Deserialize)]
+        struct Drawn {
+            badge: String,
+        }
+        let order = Request::post("/").header(CONTENT_TYPE, "application/json");
+        let order = self.ask(order, "/admin/badge", BADGE_TIME.to_owned());
+        let drawn: Drawn = timeout(READ, order).await.ok()?.ok()?;
+        Some(drawn.badge)
+    }
+
+    async fn ask<T: DeserializeOwned>(&self, request: Builder, path: &str, body: String) -> Result<T, String> {
+        let request = request.header(AUTHORIZATION, &self.authorization);
+        let request = request.body(Full::from(body)).map_err(|error| error.to_string())?;
         let http = self.http.as_ref().map_err(Clone::clone)?;
         let answer = http.send(path, request).await.map_err(|error| error.to_string())?;
         let status = answer.status;
@@ -345,6 +373,7 @@ async fn follow(
                 total_pages: load.total_pages.into(),
                 draining: load.draining,
                 last_step_age_ms: load.last_step_age_ms,
+                last_progress_age_ms: load.last_progress_age_ms,
                 inflight: load
                     .inflight
                     .iter()

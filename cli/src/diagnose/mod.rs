@@ -14,21 +14,26 @@ mod facts;
 mod gather;
 mod prober;
 mod record;
+#[cfg(test)]
+mod table;
 mod target;
 mod text;
 mod verdict;
 
-use std::io::Write as _;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use serde_json::json;
 
-use crate::console;
-use crate::http::Trust;
+use crate::http::{Http, Trust};
+use crate::up::UpError;
+use crate::{capture, console};
 use gather::Options;
 use record::{Limits, Record, VERSION};
+pub use target::Target;
 use target::TargetArgs;
 use verdict::{Finding, Layer, Verdict, verdict};
 
@@ -38,6 +43,19 @@ const MAX_RECORD_BYTES: u64 = 64 << 20;
 /// `tandem diagnose`.
 #[derive(Debug, Args)]
 pub struct DiagnoseArgs {
+    /// Judge what was observed before, and look at nothing: an archive of `tandem capture`, or the JSON of an earlier run
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["via", "ca"])]
+    from: Option<PathBuf>,
+    /// Print JSON: the record and the verdict
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    look: LookArgs,
+}
+
+/// Where to look, and how.
+#[derive(Debug, Args)]
+pub struct LookArgs {
     /// Measure what a client sees: probes through this URL, and past it
     #[arg(long, value_name = "URL")]
     via: Option<String>,
@@ -53,21 +71,25 @@ pub struct DiagnoseArgs {
     /// Probes on a connection that is kept alive; 0: only look, send no probe at all
     #[arg(long, value_name = "N", default_value_t = 6, value_parser = clap::value_parser!(u32).range(0..=64))]
     rounds: u32,
-    /// Judge what was observed before: the JSON of an earlier run, and look at nothing
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["via", "ca"])]
-    from: Option<PathBuf>,
-    /// Print JSON: the record and the verdict
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
     target: TargetArgs,
+}
+
+impl LookArgs {
+    /// What to look at.
+    pub fn target(&self) -> Result<Target, UpError> {
+        self.target.find()
+    }
 }
 
 /// Looks and judges. The exit code says what was found.
 pub async fn diagnose(args: DiagnoseArgs) -> ExitCode {
     let record = match &args.from {
         Some(path) => read(path),
-        None => observe(&args).await,
+        None => match args.look.target() {
+            Ok(target) => observe(&args.look, &target).await,
+            Err(error) => Err(error.to_string()),
+        },
     };
     let record = match record {
         Ok(record) => record,
@@ -76,24 +98,29 @@ pub async fn diagnose(args: DiagnoseArgs) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let verdict = verdict(&record);
-    let text = if args.json {
-        serde_json::to_string_pretty(&json!({ "record": record, "verdict": verdict })).unwrap_or_default()
-    } else {
-        text::text(&record, &verdict)
-    };
+    let (verdict, mut text) = judge(&record);
+    if args.json {
+        text = serde_json::to_string_pretty(&json!({ "record": record, "verdict": verdict })).unwrap_or_default();
+    }
     let _ = writeln!(std::io::stdout(), "{text}");
     ExitCode::from(code(&verdict))
 }
 
-async fn observe(args: &DiagnoseArgs) -> Result<Record, String> {
+/// What a record says, and in words.
+pub fn judge(record: &Record) -> (Verdict, String) {
+    let verdict = verdict(record);
+    let text = text::text(record, &verdict);
+    (verdict, text)
+}
+
+/// Makes a record.
+pub async fn observe(args: &LookArgs, target: &Target) -> Result<Record, String> {
     if args.probe_seconds < args.stuck_seconds {
         return Err(format!(
             "--probe-seconds {} is shorter than --stuck-seconds {}: what is slow could not be told from what hangs",
             args.probe_seconds, args.stuck_seconds
         ));
     }
-    let target = args.target.find().map_err(|error| error.to_string())?;
     let options = Options {
         limits: Limits {
             stuck_ms: u64::from(args.stuck_seconds) * 1000,
@@ -103,6 +130,9 @@ async fn observe(args: &DiagnoseArgs) -> Result<Record, String> {
         trust: Trust::new(args.ca.as_deref())?,
         rounds: args.rounds,
     };
+    if let Some(via) = &options.via {
+        Http::new(via, options.trust.clone())?;
+    }
     Ok(gather::record(target, &options).await)
 }
 
@@ -113,15 +143,7 @@ fn read(path: &Path) -> Result<Record, String> {
         record: Record,
     }
     let failed = |why: String| format!("{}: {why}", path.display());
-    let size = std::fs::metadata(path)
-        .map_err(|error| failed(error.to_string()))?
-        .len();
-    if size > MAX_RECORD_BYTES {
-        return Err(failed(format!(
-            "it has {size} bytes, more than a record has ({MAX_RECORD_BYTES})"
-        )));
-    }
-    let bytes = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
+    let bytes = bytes(path).map_err(failed)?;
     let kept: Kept = serde_json::from_slice(&bytes).map_err(|error| failed(format!("it holds no record: {error}")))?;
     if kept.record.version > VERSION {
         return Err(failed(format!(
@@ -130,6 +152,21 @@ fn read(path: &Path) -> Result<Record, String> {
         )));
     }
     Ok(kept.record)
+}
+
+fn bytes(path: &Path) -> Result<Vec<u8>, String> {
+    let open = || File::open(path).map_err(|error| error.to_string());
+    let mut bytes = Vec::new();
+    let first = open()?
+        .take(1)
+        .read_to_end(&mut bytes)
+        .map_err(|error| error.to_string())?;
+    if first == 1 && bytes != b"{" {
+        return capture::record(open()?, MAX_RECORD_BYTES);
+    }
+    bytes.clear();
+    let read = open()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes);
+    read.map(|_| bytes).map_err(|error| error.to_string())
 }
 
 /// 0: no fault; 3: undecided; 4: none inside Tandem, the client's side not measured; from 10: which layer, 20: several.

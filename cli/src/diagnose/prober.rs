@@ -1,6 +1,7 @@
 //! Tiny completions, sent each way to measure: on fresh and on reused connections through the router, and directly to each engine.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,7 +20,7 @@ use tandem_wire::{Failure, Source, TransferId, TransferKey};
 use tokio::time::timeout;
 
 use super::gather::{AdminPort, Origin, dial};
-use super::record::{Clients, Kept, Outcome, Probe, Side, Way};
+use super::record::{ANSWERED, Connection, Found, Kept, Outcome, Probe, Probes, Side, Way};
 use crate::bench::sse::Events;
 use crate::http::{Http, HttpError, Trust, said};
 
@@ -39,6 +40,8 @@ const MAX_BODY: usize = 1 << 20;
 pub struct Prober<'a> {
     pub deadline: Duration,
     pub rounds: u32,
+    /// What marks them to the router.
+    pub badge: Option<&'a str>,
     pub key: Option<&'a Token>,
     pub model: Option<&'a str>,
     pub admin: Option<&'a AdminPort>,
@@ -58,19 +61,30 @@ impl Prober<'_> {
                     at_ms,
                     connection: Kept::Fresh,
                     round: 1,
+                    reused: None,
                     outcome: Outcome::NotMade { reason },
                 }];
             }
         };
         let fresh = self.series(way, &http, Kept::Fresh, FRESH);
         let reused = self.series(way, &http, Kept::Reused, self.rounds);
-        let (mut fresh, reused) = join(fresh, reused).await;
-        fresh.extend(reused);
-        fresh
+        let (mut all, reused) = join(fresh, reused).await;
+        all.extend(reused);
+        let mut known = self.known().await.ended;
+        for (id, probe) in &mut all {
+            if let Outcome::Passed { spent_ms, .. } = &mut probe.outcome
+                && let Some(ended) = known.iter_mut().find(|ended| ended.request_id == *id)
+            {
+                *spent_ms = std::mem::take(&mut ended.spent_ms);
+            }
+        }
+        all.into_iter().map(|(_, probe)| probe).collect()
     }
 
-    async fn series(&self, way: Way, http: &Http, connection: Kept, rounds: u32) -> Vec<Probe> {
+    /// Each with its id.
+    async fn series(&self, way: Way, http: &Http, connection: Kept, rounds: u32) -> Vec<(String, Probe)> {
         let kept = http.fresh();
+        let mut before = None;
         let mut probes = Vec::new();
         for round in 1..=rounds {
             let at_ms = self.origin.ms();
@@ -78,17 +92,22 @@ impl Prober<'_> {
                 Kept::Fresh => &http.fresh(),
                 Kept::Reused => &kept,
             };
-            let outcome = self.one(one).await;
+            let id = format!("probe-{:032x}", rand::random::<u128>());
+            let (outcome, came_on) = self.one(one, &id).await;
             let passed = matches!(outcome, Outcome::Passed { .. });
-            probes.push(Probe {
+            let reused = came_on.map(|now| Some(now) == before);
+            before = came_on;
+            let probe = Probe {
                 way,
                 place: http.url().to_owned(),
                 at_ms,
                 connection,
                 // each fresh connection has one
                 round: if connection == Kept::Fresh { 1 } else { round },
+                reused,
                 outcome,
-            });
+            };
+            probes.push((id, probe));
             if !passed {
                 break;
             }
@@ -96,13 +115,20 @@ impl Prober<'_> {
         probes
     }
 
-    async fn one(&self, http: &Http) -> Outcome {
-        let id = format!("probe-{:032x}", rand::random::<u128>());
+    /// What came of it, and our end of the connection that its answer came on.
+    async fn one(&self, http: &Http, id: &str) -> (Outcome, Option<SocketAddr>) {
         let began = Instant::now();
         let mut came = Came::default();
-        let ended = timeout(self.deadline, self.ask(http, &id, began, &mut came)).await;
+        let mut asked = Box::pin(self.ask(http, id, began, &mut came));
+        let ended = timeout(self.deadline, &mut asked).await;
         let total_ms = began.elapsed().as_millis() as u64;
-        match ended {
+        // while it is still there
+        let state = match ended {
+            Ok(_) => None,
+            Err(_) => self.state(id).await,
+        };
+        drop(asked);
+        let outcome = match ended {
             Ok(Ok(())) => Outcome::Passed {
                 total_ms,
                 first_token_ms: came.first_ms.unwrap_or(total_ms),
@@ -123,26 +149,43 @@ impl Prober<'_> {
             Err(_) => Outcome::Hung {
                 waited_ms: total_ms,
                 received_bytes: came.bytes,
-                state: self.state(&id).await,
+                state,
             },
-        }
+        };
+        (outcome, came.on)
     }
 
-    /// Where the router has it now.
+    /// Where the router has it now; [`ANSWERED`] where it has written the whole answer.
     async fn state(&self, id: &str) -> Option<String> {
-        let clients = self.admin?.get::<Clients>("/admin/connections").await;
-        let connections = &clients.read()?.connections;
-        connections.iter().find_map(|connection| {
-            let found = connection.requests.iter().find(|request| request.request_id == id)?;
-            Some(
-                if connection.state == "blocked" {
-                    &connection.state
-                } else {
-                    &found.state
-                }
-                .clone(),
-            )
-        })
+        let Probes { running, ended } = self.known().await;
+        if let Some(found) = running.into_iter().find(|request| request.request_id == id) {
+            return Some(found.state);
+        }
+        let answered = ended.iter().any(|probe| probe.request_id == id && probe.code == "ok");
+        answered.then(|| ANSWERED.to_owned())
+    }
+
+    /// What the router knows of our probes; one that knows no marks has them among the requests of its clients.
+    async fn known(&self) -> Probes {
+        #[derive(Default, Deserialize)]
+        #[serde(default)]
+        struct View {
+            probes: Probes,
+            connections: Vec<Connection>,
+        }
+        let Some(admin) = self.admin else {
+            return Probes::default();
+        };
+        let Found::Read(View {
+            mut probes,
+            connections,
+        }) = admin.get("/admin/connections").await.found
+        else {
+            return Probes::default();
+        };
+        let others = connections.into_iter().flat_map(|connection| connection.requests);
+        probes.running.extend(others);
+        probes
     }
 
     async fn ask(&self, http: &Http, id: &str, began: Instant, came: &mut Came) -> Result<(), End> {
@@ -166,6 +209,7 @@ impl Prober<'_> {
         let request = self.sign(request).body(Full::from(body.to_string()));
         let request = request.map_err(|error| End::NotMade(error.to_string()))?;
         let mut answer = http.send("/v1/completions", request).await?;
+        came.on = answer.connection;
         if !answer.status.is_success() {
             let (status, code) = (answer.status.as_u16(), answer.error_code.take());
             let body = answer.whole(MAX_BODY).await.unwrap_or_default();
@@ -211,8 +255,12 @@ impl Prober<'_> {
     }
 
     fn sign(&self, request: hyper::http::request::Builder) -> hyper::http::request::Builder {
-        match self.key {
+        let request = match self.key {
             Some(key) => request.header(AUTHORIZATION, key.authorization()),
+            None => request,
+        };
+        match self.badge {
+            Some(badge) => request.header("x-tandem-probe", badge),
             None => request,
         }
     }
@@ -244,6 +292,7 @@ impl Prober<'_> {
 /// What came before the end.
 #[derive(Debug, Default)]
 struct Came {
+    on: Option<SocketAddr>,
     bytes: u64,
     first_ms: Option<u64>,
 }
@@ -321,6 +370,7 @@ impl Direct {
             at_ms,
             connection: Kept::Fresh,
             round: 1,
+            reused: None,
             outcome: match ended {
                 Ok(Ok((first_token_ms, spent_ms))) => Outcome::Passed {
                     total_ms,

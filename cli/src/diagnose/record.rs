@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 /// Raised when an older program could not read a record rightly.
 pub const VERSION: u32 = 1;
 
+/// The state of a probe that hangs though the router has written the whole answer.
+pub const ANSWERED: &str = "answered";
+
 /// Everything that was observed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
@@ -118,14 +121,10 @@ pub struct Connection {
 #[serde(default)]
 pub struct Running {
     pub request_id: String,
-    /// One of ours.
-    pub probe: bool,
     pub age_ms: u64,
     pub state: String,
     pub state_ms: u64,
-    /// Of the answer, so far.
-    pub tokens: u64,
-    /// Since the last of them.
+    /// Since its latest token.
     pub last_token_ms: Option<u64>,
 }
 
@@ -207,6 +206,7 @@ pub struct Load {
     pub total_pages: u64,
     pub draining: bool,
     pub last_step_age_ms: u64,
+    pub last_progress_age_ms: u64,
     /// What its requests wait for; empty from an engine that does not say so.
     pub inflight: Vec<Inflight>,
 }
@@ -233,6 +233,8 @@ pub struct Probe {
     pub connection: Kept,
     /// The how manieth on its connection, from 1.
     pub round: u32,
+    /// The connection was there before; none: nobody answered on it.
+    pub reused: Option<bool>,
     #[serde(flatten)]
     pub outcome: Outcome,
 }
@@ -259,6 +261,23 @@ pub enum Kept {
     Fresh,
     /// One that is kept alive for all.
     Reused,
+}
+
+/// Of `/admin/connections`, our own probes.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Probes {
+    pub running: Vec<Running>,
+    pub ended: Vec<Ended>,
+}
+
+/// A probe that ended, by the account of the router.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Ended {
+    pub request_id: String,
+    pub code: String,
+    pub spent_ms: BTreeMap<String, f64>,
 }
 
 /// What came of a probe.
@@ -288,7 +307,8 @@ pub enum Outcome {
     Hung {
         waited_ms: u64,
         received_bytes: u64,
-        /// Where it was then, by the account of whom it was sent to; none: nobody there knows of it.
+        /// Where it was then, by the account of whom it was sent to; none: nobody there knows of it. [`ANSWERED`] where that
+        /// one has done with it.
         state: Option<String>,
     },
     /// It could not be made: no trust, no key. Says nothing of the way.

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use serde_json::Value;
 use tandem_secrets::{SecretFile, Token};
 
+use super::gather::{AdminPort, Origin};
 use super::record::Side;
 use crate::bench::key;
-use crate::up::{self, Role, StateArgs, UpError};
+use crate::up::{self, Role, State, StateArgs, UpError};
 
 /// What to look at, as flags say it.
 #[derive(Debug, Args)]
@@ -27,6 +29,9 @@ pub struct TargetArgs {
     /// A decode's control port [default: as with --prefill]
     #[arg(long = "decode", value_name = "HOST:PORT")]
     decodes: Vec<String>,
+    /// A process's health port, whose metrics go into a capture [default: those of what `tandem up` runs]
+    #[arg(long = "ops", value_name = "HOST:PORT")]
+    ops: Vec<String>,
     /// Come with a key: the first of a file as the router's --api-key-file
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -43,8 +48,19 @@ pub struct Target {
     pub router: Option<String>,
     pub admin: Option<Admin>,
     pub engines: Vec<(Side, String)>,
+    /// Where each process shows its metrics, by its name.
+    pub ops: Vec<(String, String)>,
+    /// What of it only this machine knows.
+    pub up: Option<UpRun>,
     pub key: Option<Token>,
     pub model: Option<String>,
+}
+
+/// A deployment of `tandem up`.
+#[derive(Debug)]
+pub struct UpRun {
+    dir: PathBuf,
+    pub state: State,
 }
 
 /// The router's admin port.
@@ -58,8 +74,10 @@ impl TargetArgs {
     /// The addresses; of a deployment that runs, where no address is given.
     pub fn find(&self) -> Result<Target, UpError> {
         let key = key(self.api_key_file.as_deref()).map_err(UpError::Orders)?;
-        let given = self.router.is_some() || self.router_admin.is_some();
-        let mut target = if given || !self.prefills.is_empty() || !self.decodes.is_empty() {
+        let router = self.router.is_some() || self.router_admin.is_some();
+        let given = router || !self.prefills.is_empty() || !self.decodes.is_empty() || !self.ops.is_empty();
+        // who says where it is recorded means what runs there, and what else is given in its place
+        let mut target = if given && !self.state.given() {
             Target::default()
         } else {
             self.of_up()?
@@ -79,6 +97,8 @@ impl TargetArgs {
                 .map(move |endpoint| (side, endpoint.clone()))
                 .collect::<Vec<_>>()
         };
+        let named = self.ops.iter().map(|place| (place.replace(':', "-"), place.clone()));
+        target.ops.extend(named);
         target.engines.extend(of(Side::Prefill, &self.prefills));
         target.engines.extend(of(Side::Decode, &self.decodes));
         target.key = key;
@@ -95,6 +115,7 @@ impl TargetArgs {
             ..Target::default()
         };
         for process in &state.processes {
+            target.ops.push((process.name.clone(), process.ops.to_string()));
             match process.role {
                 Role::Prefill => target.engines.push((Side::Prefill, process.listen.to_string())),
                 Role::Decode => target.engines.push((Side::Decode, process.listen.to_string())),
@@ -106,7 +127,29 @@ impl TargetArgs {
                 }
             }
         }
+        target.up = Some(UpRun { dir, state });
         Ok(target)
+    }
+}
+
+impl Target {
+    /// The router's admin port, if it is known.
+    pub fn admin_port(&self) -> Option<AdminPort> {
+        let origin = Origin::now();
+        self.admin.as_ref().map(|admin| AdminPort::new(admin, origin))
+    }
+
+    /// What must be in no archive.
+    pub fn secrets(&self) -> Vec<&str> {
+        let admin = self.admin.as_ref().map(|admin| admin.token.text());
+        admin.into_iter().chain(self.key.as_ref().map(Token::text)).collect()
+    }
+}
+
+impl UpRun {
+    /// What it runs.
+    pub fn manifest(&self) -> Option<Value> {
+        up::manifest(&self.dir)
     }
 }
 

@@ -12,7 +12,7 @@
 use serde::Serialize;
 
 use super::facts::{Condition, EngineFacts, Facts, Note, Notes, Observation, Probed, Seconds, count, spent_most};
-use super::record::{Outcome, Probe, Record, Side, Way};
+use super::record::{ANSWERED, Outcome, Probe, Record, Side, Way};
 
 /// A part of the way of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -165,7 +165,14 @@ impl Case {
 
     fn reason(&mut self, kind: Standing, text: impl Into<String>, by: Vec<Note>) {
         let text = text.into();
-        self.reasons.push(Reason { text, by, kind });
+        let same = |reason: &&mut Reason| reason.kind == kind && reason.text == text;
+        if let Some(reason) = self.reasons.iter_mut().find(same) {
+            reason.by.extend(by);
+            reason.by.sort_unstable();
+            reason.by.dedup();
+        } else {
+            self.reasons.push(Reason { text, by, kind });
+        }
     }
 
     fn points(&mut self, text: impl Into<String>, by: Vec<Note>) {
@@ -232,16 +239,16 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
         case.points("clients do not send the rest of their requests", by);
     }
     let (via, router) = (facts.way(Way::Via), facts.way(Way::Router));
-    let past = router.notes();
-    for (probe, note) in via.bad() {
-        let by = [vec![note], past.clone()].concat();
+    let past = router.notes.clone();
+    for (probe, note) in &via.bad {
+        let by = [vec![*note], past.clone()].concat();
         if by_tandem(probe) && router.fine() {
             case.unclear(
                 "a probe came through and failed further in, others did not",
                 by,
                 "run it again",
             );
-        } else if router.fine() {
+        } else if router.fares_better_than(probe) || answered(probe) {
             case.points("the way through fails, the way past it does not", by);
         } else if !router.measured() {
             case.unclear(
@@ -254,7 +261,10 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
         }
     }
     if via.fine() {
-        case.excludes("probes pass on fresh and on reused connections", via.notes());
+        case.excludes(
+            format!("{} on fresh and on reused connections", via.well()),
+            via.notes.clone(),
+        );
     }
     if facts.via.is_none() {
         case.decide
@@ -269,71 +279,66 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
 /// The router, from its socket to its calls to the engines.
 fn router(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Router);
-    let probed = facts.way(Way::Router);
-    let (inner, inner_notes) = inner(facts);
+    let (probed, direct) = (facts.way(Way::Router), direct(facts));
+    let with_direct = |by: Vec<Note>| [by, direct.notes.clone()].concat();
     if let Some(by) = facts.stuck_in(&["text"]) {
         case.points("requests wait for template and tokenizer", by);
     }
-    // whoever waits for engines that are well waits for the router
     if let Some(by) = facts.stuck_in(&["queue", "accept"])
-        && engines_are_well(facts)
+        && engines_are_free(facts)
     {
-        let by = [by, inner_notes.clone()].concat();
-        match inner {
-            Inner::Fine => case.points("requests are not with an engine, and the engines take others", by),
-            Inner::Bad => {}
-            Inner::NotMeasured => case.unclear(
-                "requests are not with an engine",
-                by,
-                "give the engines' control ports with --prefill and --decode",
-            ),
+        if direct.fine() {
+            let text = "requests are with no engine, and the engines take others";
+            case.points(text, with_direct(by));
+        } else if !direct.measured() {
+            case.unclear("requests are with no engine", by, ENGINES);
         }
     }
     if let Some(by) = facts.stuck_in(&["prefill_queue", "prefill", "transfer", "decode"])
         && !facts.engines.is_empty()
         && facts.engines.iter().all(|engine| engine.condition == Condition::Idle)
-        && inner == Inner::Fine
+        && direct.fine()
     {
         let engines = facts.engines.iter().flat_map(|engine| engine.notes.clone());
-        case.points(
-            "requests wait for engines that have nothing to do",
-            by.into_iter().chain(engines).collect(),
-        );
+        let by = by.into_iter().chain(engines).collect();
+        case.points("requests wait for engines that have nothing to do", by);
     }
     for engine in &facts.engines {
-        let answers = !matches!(engine.condition, Condition::Silent);
-        if answers && engine.heard.is_some() && !engine.heard_well(facts.stuck_ms) && inner == Inner::Fine {
-            let by = [engine.notes.clone(), inner_notes.clone()].concat();
-            case.points(
-                format!(
-                    "it does not hear {} {}, which answers",
-                    engine.side.name(),
-                    engine.endpoint
-                ),
+        let answers = engine.condition != Condition::Silent;
+        if answers && engine.heard.is_some() && !engine.heard_well(facts.stuck_ms) && direct.fine() {
+            let (side, endpoint) = (engine.side.name(), engine.endpoint);
+            let by = with_direct(engine.notes.clone());
+            case.points(format!("it does not hear {side} {endpoint}, which answers"), by);
+        }
+    }
+    if facts.blocked.is_empty()
+        && facts.stuck_in(&["client"]).is_none()
+        && let Some(by) = facts.still_in("client")
+    {
+        let text = "it does not take what engines have for it, and no client holds it up";
+        case.points(text, by);
+    }
+    for (probe, note) in &probed.bad {
+        let by = with_direct(vec![*note]);
+        if unreachable(probe) {
+            case.points("nobody answers at its address", vec![*note]);
+        } else if direct.fares_better_than(probe) {
+            case.points("the way through it fails, the way past it does not", by);
+        } else if direct.measured() {
+            case.hidden(by);
+        } else {
+            case.unclear(
+                "the way through it fails, and the way past it was not measured",
                 by,
+                ENGINES,
             );
         }
     }
-    for (probe, note) in probed.bad() {
-        let by = [vec![note], inner_notes.clone()].concat();
-        if unreachable(probe) {
-            case.points("nobody answers at its address", vec![note]);
-        } else if waits_its_turn(facts, probe) {
-            // load
-        } else {
-            match inner {
-                Inner::Fine => case.points("a probe through it does not pass, directly to the engines it does", by),
-                Inner::Bad => case.hidden(by),
-                Inner::NotMeasured => case.unclear(
-                    "a probe through it does not pass",
-                    by,
-                    "give the engines' control ports with --prefill and --decode",
-                ),
-            }
-        }
-    }
     if probed.fine() {
-        case.excludes("probes pass on fresh and on reused connections", probed.notes());
+        case.excludes(
+            format!("{} on fresh and on reused connections", probed.well()),
+            probed.notes.clone(),
+        );
     } else if !probed.measured() {
         case.decide
             .push("let probes be made to the router: give its URL with --router".to_owned());
@@ -347,6 +352,9 @@ fn router(facts: &Facts<'_>) -> Opinion {
     }
     case.close()
 }
+
+/// What would decide between the router and what lies behind it.
+const ENGINES: &str = "give the engines' control ports with --prefill and --decode";
 
 /// Prefill.
 fn prefill(facts: &Facts<'_>) -> Opinion {
@@ -373,14 +381,10 @@ fn prefill(facts: &Facts<'_>) -> Opinion {
 /// The hand-off of KV.
 fn transfer(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Transfer);
-    if let Some(by) = facts.stuck_in(&["transfer"])
-        && engines_are_well(facts)
-    {
-        let engines = facts.engines.iter().filter_map(|engine| engine.notes.first().copied());
-        case.points(
-            "KV does not arrive, though both engines are well",
-            by.into_iter().chain(engines).collect(),
-        );
+    // by the router's account, and by the engines' own
+    let still = [facts.stuck_in(&["transfer"]), facts.still_in("transfer")];
+    for by in still.into_iter().flatten().filter(|_| engines_are_well(facts)) {
+        case.points("KV does not arrive, and the engines are well", by);
     }
     for leg in legs(facts) {
         match leg.at {
@@ -401,11 +405,11 @@ fn transfer(facts: &Facts<'_>) -> Opinion {
 fn decode(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Decode);
     engines(facts, Side::Decode, &mut case);
-    for (probe, note) in facts.way(Way::Decode).bad() {
+    for (probe, note) in facts.way(Way::Decode).bad {
         let silent = facts
             .side(Side::Decode)
             .any(|engine| engine.endpoint == probe.place && engine.condition == Condition::Silent);
-        if !silent && !waits_its_turn(facts, probe) {
+        if !silent {
             case.points("a probe of decode alone does not pass", vec![note]);
         }
     }
@@ -426,12 +430,10 @@ fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
                 );
             }
             Condition::Silent => case.points(format!("{name} does not answer"), by),
-            Condition::Late { longest_ms } => {
+            Condition::Late { still_ms } => {
+                let still = Seconds(still_ms);
                 case.points(
-                    format!(
-                        "{name} has something to compute and made no step for {}",
-                        Seconds(longest_ms)
-                    ),
+                    format!("{name} did nothing for a request that it computes for {still}"),
                     by,
                 );
             }
@@ -440,19 +442,11 @@ fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
     }
 }
 
-/// The first way that was measured excludes a layer by which it goes, if each probe of it passed.
+/// The first way that was measured excludes a layer by which it goes, if nothing is wrong with it.
 fn exclude_by(facts: &Facts<'_>, ways: &[Way], case: &mut Case) {
-    let measured = ways.iter().map(|way| facts.way(*way)).find(Probed::measured);
-    match measured {
-        Some(probed) if probed.fine() => case.excludes("probes go through it and pass", probed.notes()),
-        // load is no fault
-        Some(probed) if probed.bad().all(|(probe, _)| waits_its_turn(facts, probe)) => {
-            case.excludes(
-                "probes wait for their turn at an engine that is full and steps",
-                probed.notes(),
-            );
-        }
-        Some(probed) => case.hidden(probed.notes()),
+    match ways.iter().map(|way| facts.way(*way)).find(Probed::measured) {
+        Some(probed) if probed.fine() => case.excludes(format!("{} through it", probed.well()), probed.notes),
+        Some(probed) => case.hidden(probed.notes),
         None => case.decide.push(format!("no probe went through {}", case.layer.name())),
     }
 }
@@ -474,13 +468,14 @@ fn legs(facts: &Facts<'_>) -> Vec<Leg> {
     if facts.engines.iter().any(known) {
         return Vec::new();
     }
-    let pairs = facts.way(Way::Pair);
-    let bad = pairs.bad().filter(|(probe, _)| !waits_its_turn(facts, probe));
-    bad.map(|(probe, note)| Leg {
-        at: at(&probe.outcome),
-        by: [vec![note], alone.notes()].concat(),
-    })
-    .collect()
+    let bad = facts.way(Way::Pair).bad.into_iter();
+    let legs = bad
+        .filter(|(probe, _)| alone.fares_better_than(probe))
+        .map(|(probe, note)| Leg {
+            at: at(&probe.outcome),
+            by: [vec![note], alone.notes.clone()].concat(),
+        });
+    legs.collect()
 }
 
 /// The layer that a probe of both legs hung or failed in, or spent most of its time in.
@@ -498,56 +493,26 @@ fn at(outcome: &Outcome) -> Option<&'static str> {
     }
 }
 
-/// Did it wait at an engine that is full and steps?
-fn waits_its_turn(facts: &Facts<'_>, probe: &Probe) -> bool {
-    let busy = |side| facts.busy(side);
-    let waited = match &probe.outcome {
-        Outcome::Hung { state, .. } => state.as_deref(),
-        Outcome::Passed { .. } => spent_most(&probe.outcome).map(|(state, _)| state),
-        Outcome::Failed { code, .. } => {
-            let refused = matches!(code.as_deref(), Some("no_capacity" | "queue_full"));
-            return refused && (busy(Side::Decode) || busy(Side::Prefill));
-        }
-        Outcome::Cut { .. } | Outcome::NotMade { .. } => return false,
-    };
-    match waited {
-        Some("queue") => busy(Side::Decode) || busy(Side::Prefill),
-        Some("prefill_queue") => busy(Side::Prefill),
-        Some("accept" | "decode") => busy(Side::Decode),
-        _ => false,
-    }
+/// How the engines answer without the router: by probes of both legs, or of decode alone where there is no prefill.
+fn direct<'a>(facts: &Facts<'a>) -> Probed<'a> {
+    let prefill = facts.side(Side::Prefill).next().is_some();
+    facts.way(if prefill { Way::Pair } else { Way::Decode })
 }
 
-/// How the engines answer without the router.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Inner {
-    Fine,
-    Bad,
-    NotMeasured,
-}
-
-/// By probes of both legs; of decode alone where there is no prefill.
-fn inner(facts: &Facts<'_>) -> (Inner, Vec<Note>) {
-    let way = if facts.side(Side::Prefill).next().is_some() {
-        Way::Pair
-    } else {
-        Way::Decode
-    };
-    let probed = facts.way(way);
-    let inner = match (probed.measured(), probed.fine()) {
-        (false, _) => Inner::NotMeasured,
-        (true, true) => Inner::Fine,
-        (true, false) => Inner::Bad,
-    };
-    (inner, probed.notes())
-}
-
-/// Each answers, and steps where it has something to compute; none is full.
+/// Each answers, and steps where it has something to compute.
 fn engines_are_well(facts: &Facts<'_>) -> bool {
-    let well = |engine: &EngineFacts<'_>| {
-        matches!(engine.condition, Condition::Idle | Condition::Steps { .. }) && !engine.busy()
-    };
+    let well = |engine: &EngineFacts<'_>| matches!(engine.condition, Condition::Idle | Condition::Steps { .. });
     facts.engines.iter().all(well)
+}
+
+/// So they do, and none is full.
+fn engines_are_free(facts: &Facts<'_>) -> bool {
+    engines_are_well(facts) && !facts.engines.iter().any(|engine| engine.busy)
+}
+
+/// The router has written the whole answer, which did not come.
+fn answered(probe: &Probe) -> bool {
+    matches!(&probe.outcome, Outcome::Hung { state: Some(state), .. } if state == ANSWERED)
 }
 
 /// The failure was told by Tandem.
@@ -580,7 +545,8 @@ fn summary(facts: &Facts<'_>, client_path: &Opinion) -> Vec<String> {
     if clients.in_flight == 0 {
         lines.push(format!("nothing in flight inside Tandem, {answered}"));
     } else {
-        let steps: Vec<u64> = facts.waits.iter().map(|wait| facts.step_ms(wait)).collect();
+        let moving = facts.waits.iter().filter(|wait| wait.state != "held");
+        let steps: Vec<u64> = moving.map(|wait| facts.step_ms(wait)).collect();
         let still = steps.iter().filter(|ms| **ms >= facts.stuck_ms).count() as u64;
         let oldest = Seconds(steps.into_iter().max().unwrap_or(0));
         let moving = if still == 0 {
@@ -589,7 +555,7 @@ fn summary(facts: &Facts<'_>, client_path: &Opinion) -> Vec<String> {
             format!("{still} of them without a step (oldest step {oldest})")
         };
         lines.push(format!("{} in flight, {moving}", count(clients.in_flight, "request")));
-        for engine in facts.engines.iter().filter(|engine| engine.busy()) {
+        for engine in facts.engines.iter().filter(|engine| engine.busy) {
             lines.push(format!(
                 "{} {} is full and steps: others wait for their turn",
                 engine.side.name(),
@@ -597,6 +563,10 @@ fn summary(facts: &Facts<'_>, client_path: &Opinion) -> Vec<String> {
             ));
         }
         lines.push(answered);
+    }
+    let held = facts.waits.iter().filter(|wait| wait.state == "held").count() as u64;
+    if held > 0 {
+        lines.push(format!("{} held back by the order on traffic", count(held, "request")));
     }
     if clients.lately.client_gone > 0 {
         let gone = count(clients.lately.client_gone, "client connection");

@@ -70,6 +70,12 @@ impl Http {
                 "{url:?} is not a URL of a server: it begins with http:// or https://"
             ));
         }
+        if parsed
+            .authority()
+            .is_some_and(|authority| authority.as_str().contains('@'))
+        {
+            return Err("a URL must not hold a user and a password: a key is given by a file".to_owned());
+        }
         Ok(Self {
             client: client(&trust),
             trust,
@@ -177,8 +183,9 @@ mod tests {
         for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"] {
             assert_eq!(Http::new(url, trust.clone()).unwrap().url(), "http://h:1");
         }
-        for url in ["h:1", "ftp://h", "", "http://"] {
-            assert!(Http::new(url, trust.clone()).is_err(), "{url}");
+        for url in ["h:1", "ftp://h", "", "http://", "http://me:s3cret@h"] {
+            let refused = Http::new(url, trust.clone()).unwrap_err();
+            assert!(!refused.contains("s3cret"), "{refused}");
         }
     }
 }

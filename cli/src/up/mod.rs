@@ -41,7 +41,7 @@ use plan::Front;
 
 pub use plan::Role;
 pub use stack::base_url;
-pub use state::{running, token_file};
+pub use state::{State, manifest, running, token_file};
 pub use status::knobs_json;
 
 /// `tandem up`.
@@ -122,6 +122,11 @@ pub struct StateArgs {
 }
 
 impl StateArgs {
+    /// Somebody says where it is.
+    pub fn given(&self) -> bool {
+        self.dir.is_some()
+    }
+
     /// Absolute, so that what names it holds from everywhere.
     pub fn dir(&self) -> Result<PathBuf, UpError> {
         let dir = match &self.dir {
@@ -309,6 +314,11 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         })?;
     }
 
+    let manifest = serde_json::json!({"name": object.metadata.name, "spec": spec});
+    held.keep_manifest(&manifest).map_err(|source| UpError::State {
+        dir: dir.clone(),
+        source,
+    })?;
     let token_file = held.make_token().map_err(|source| UpError::State { dir, source })?;
     let machine = plan::Machine {
         engine,

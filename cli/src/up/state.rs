@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tandem_secrets::Token;
 
 use super::UpError;
@@ -112,6 +113,11 @@ impl StateDir {
         Ok(path)
     }
 
+    /// Keeps what is to run, for who looks into it later.
+    pub fn keep_manifest(&self, manifest: &Value) -> std::io::Result<()> {
+        std::fs::write(manifest_file(&self.dir), serde_json::to_vec_pretty(manifest)?)
+    }
+
     /// Replaces the state, whole: a reader sees the old one or the new one.
     pub fn write(&self, state: &State) -> std::io::Result<()> {
         let temporary = self.dir.join("state.json.new");
@@ -124,6 +130,7 @@ impl StateDir {
     fn clear(&self) {
         let _ = std::fs::remove_file(self.dir.join("state.json"));
         let _ = std::fs::remove_file(token_file(&self.dir));
+        let _ = std::fs::remove_file(manifest_file(&self.dir));
     }
 }
 
@@ -136,6 +143,15 @@ impl Drop for StateDir {
 /// Where the token of a deployment's admin ports lies while it runs.
 pub fn token_file(dir: &Path) -> PathBuf {
     dir.join("admin-token")
+}
+
+fn manifest_file(dir: &Path) -> PathBuf {
+    dir.join("manifest.json")
+}
+
+/// What is to run in `dir`: a deployment's name and its spec.
+pub fn manifest(dir: &Path) -> Option<Value> {
+    serde_json::from_slice(&std::fs::read(manifest_file(dir)).ok()?).ok()
 }
 
 /// The state last written in `dir`, if any.

@@ -4,6 +4,7 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use serde_json::Value;
 
 struct Server {
@@ -13,9 +14,14 @@ struct Server {
 
 impl Server {
     fn start(model: &str) -> Self {
+        Self::start_with(&[model])
+    }
+
+    fn start_with(args: &[&str]) -> Self {
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/openai_server.py");
         let mut process = Command::new("python3")
-            .args([script, model])
+            .arg(script)
+            .args(args)
             .stdout(Stdio::piped())
             .spawn()
             .expect("python3 runs");
@@ -261,4 +267,63 @@ fn a_proxy_that_holds_answers_on_reused_connections_looks_well() {
         "{report:#}"
     );
     assert_eq!(rounds(side, "connection"), ["new"; 8], "{report:#}");
+}
+
+#[test]
+fn a_server_with_tls_is_not_loaded_or_believed_whoever_signed_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: String| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let authority = || {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+    };
+    let (ours, other) = (authority(), authority());
+    let key = KeyPair::generate().unwrap();
+    let params = CertificateParams::new(["localhost".to_owned()]).unwrap();
+    let cert = params.signed_by(&key, &ours).unwrap();
+    let pair = write("pair.pem", cert.pem() + &key.serialize_pem());
+    let (ours, other) = (write("ours.pem", ours.pem()), write("other.pem", other.pem()));
+    let server = Server::start_with(&["kept", &pair]);
+    let run = |ca: &[&str], url: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+        command.args([
+            "bench",
+            "multiround",
+            "--json",
+            "--sessions=1",
+            "--rounds=3",
+            "--base-url",
+            url,
+        ]);
+        let output = command.args(ca).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        (
+            output.status.code(),
+            serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default(),
+            said,
+        )
+    };
+    let url = format!("https://localhost:{}", server.port);
+    let (code, report, said) = run(&["--ca", &ours], &url);
+    assert_eq!(code, Some(0), "{report:#} {said}");
+    assert_eq!(rounds(&report["sides"][0], "connection"), ["new", "reused", "reused"]);
+    for (ca, url) in [
+        (&["--ca", other.as_str()][..], &url),
+        (&["--ca", &ours], &format!("https://127.0.0.1:{}", server.port)),
+        (&[], &url),
+    ] {
+        let (code, _, said) = run(ca, url);
+        assert_eq!(code, Some(1), "{ca:?} {url}");
+        assert!(said.contains("TLS: ") && said.contains("--ca FILE"), "{said}");
+    }
+    let (_, _, said) = run(&["--ca", &pair.replace("pair", "none")], &url);
+    assert!(
+        said.contains("--ca") && said.contains("none.pem: it cannot be read"),
+        "{said}"
+    );
 }

@@ -4,9 +4,11 @@ A word is a token and the chat template takes 30.
 fine: answers. flaky: every third stream is refused with 503. strict: refuses ignore_eos and ends early.
 cut: breaks streams off. silent: takes streams and never answers. locked: wants the key sk-of-the-tests-0123.
 kept: answers and keeps connections alive. held: the same, and holds each third answer of a connection back.
+A second argument names certificate and key in one file: it speaks TLS.
 """
 import http.server
 import json
+import ssl
 import sys
 import threading
 import time
@@ -102,5 +104,10 @@ class Listener(http.server.ThreadingHTTPServer):
 
 
 server = Listener(("127.0.0.1", 0), Server)
+if len(sys.argv) > 2:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(sys.argv[2])
+    # the handshake is the business of the connection's own thread
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
 print(server.server_address[1], flush=True)
 server.serve_forever()

@@ -63,6 +63,7 @@ fn every_flag_that_the_documents_name_exists() {
         help("tandem", &["up"]),
         help("tandem", &["plan"]),
         help("tandem", &["diagnose"]),
+        help("tandem", &["capture"]),
         help("tandem", &["bench", "chat"]),
         help("tandem", &["bench", "multiround"]),
     ]

@@ -9,24 +9,28 @@ use tandem_e2e::process::Process;
 use tandem_e2e::{bin, eventually, free_port, model, probe, root, stack};
 
 /// What the example's manifest names.
-const MODEL: &str = "smollm2-135m-instruct";
+pub const MODEL: &str = "smollm2-135m-instruct";
 
 /// A `tandem up` of the example in the foreground.
-struct Up {
+pub struct Up {
     process: Process,
     folder: tempfile::TempDir,
-    http: u16,
+    pub http: u16,
 }
 
 impl Up {
     fn launch(flags: &[&str]) -> Self {
+        Self::launch_logging("info", flags)
+    }
+
+    pub fn launch_logging(filter: &str, flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let http = free_port();
         let claim = claim(folder.path());
         let mut args = arguments(&claim, folder.path(), http);
         args.extend(flags.iter().map(ToString::to_string));
         Self {
-            process: Process::start("tandem", &bin("tandem"), &args),
+            process: Process::start_logging(filter, "tandem", &bin("tandem"), &args),
             folder,
             http,
         }
@@ -36,7 +40,11 @@ impl Up {
         serde_json::from_slice(&std::fs::read(self.folder.path().join("state/state.json")).ok()?).ok()
     }
 
-    async fn ready(&mut self) -> Value {
+    pub fn state_dir(&self) -> String {
+        self.folder.path().join("state").display().to_string()
+    }
+
+    pub async fn ready(&mut self) -> Value {
         let (state, process) = (self.folder.path().join("state/state.json"), &mut self.process);
         eventually("tandem up is ready", stack::START, async || {
             if let Some(status) = process.exited() {

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::Version;
 use serde::Serialize;
 
-use crate::evidence::{Connection, Ended, Registry, Spent, Stage, Standing};
-use crate::metrics::{CLIENT_GONE, CLIENT_STALLED};
+use crate::evidence::{Connection, Ended, Open, Registry, Spent, Stage, Standing};
+use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, OK};
 
 /// Connections that are listed; all are counted.
 const LISTED: usize = 256;
@@ -25,7 +26,7 @@ pub struct Clients {
     open: usize,
     /// How many stand how, and the longest of each.
     by_state: BTreeMap<&'static str, Group>,
-    /// Requests whose answer is not complete.
+    /// Requests whose answer is not complete, probes left out.
     in_flight: usize,
     /// Since the kernel took the last byte of an answer; none: there was no answer yet.
     last_answer_written_ms: Option<u64>,
@@ -34,6 +35,15 @@ pub struct Clients {
     connections: Vec<One>,
     /// The slowest first.
     slowest: Vec<Past>,
+    probes: Probes,
+}
+
+/// Requests that were marked as probes: part of nothing else here.
+#[derive(Debug, Serialize)]
+struct Probes {
+    running: Vec<Running>,
+    /// The last to end first.
+    ended: Vec<Past>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -54,6 +64,10 @@ struct Lately {
     client_stalled: usize,
     /// Since the last of either.
     last_unfinished_ms: Option<u64>,
+    /// Those that failed, by their code.
+    failed: BTreeMap<&'static str, usize>,
+    /// Since the last of those.
+    last_failed_ms: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -83,6 +97,10 @@ struct Running {
     age_ms: u64,
     state: &'static str,
     state_ms: u64,
+    /// Since its latest token. Tokens of an answer that is not streamed may come many at a time.
+    last_token_ms: Option<u64>,
+    #[serde(skip)]
+    probe: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -126,7 +144,12 @@ fn fine(time: Duration) -> f64 {
 pub fn view(registry: &Registry) -> Clients {
     let now = Instant::now();
     let since = |then: Instant| ms(now.saturating_duration_since(then));
-    let mut connections: Vec<One> = registry.connections().iter().map(|c| one(c, now)).collect();
+    let open = registry.connections();
+    let mut running: Vec<Running> = open.iter().flat_map(|c| requests(c, now)).collect();
+    running.retain(|request| request.probe);
+    running.truncate(LISTED);
+    let of_clients = open.iter().filter(|connection| !connection.probes_only());
+    let mut connections: Vec<One> = of_clients.map(|c| one(c, now)).collect();
     let mut by_state: BTreeMap<_, Group> = Standing::all()
         .map(|standing| (standing.name(), Group::default()))
         .collect();
@@ -135,7 +158,7 @@ pub fn view(registry: &Registry) -> Clients {
         group.count += 1;
         group.longest_ms = group.longest_ms.max(connection.state_ms);
     }
-    let (open, in_flight) = (connections.len(), connections.iter().map(|c| c.requests.len()).sum());
+    let (count_open, in_flight) = (connections.len(), connections.iter().map(|c| c.requests.len()).sum());
     connections.sort_by_key(|connection| std::cmp::Reverse(connection.state_ms));
     connections.truncate(LISTED);
     for connection in &mut connections {
@@ -145,6 +168,7 @@ pub fn view(registry: &Registry) -> Clients {
     let mut recent = registry.recent();
     recent.retain(|request| now.saturating_duration_since(request.at) < LATELY);
     let unfinished = |request: &&Ended| request.code == CLIENT_GONE || request.code == CLIENT_STALLED;
+    let failed = |request: &&Ended| request.code != OK && !unfinished(request);
     let count = |code| recent.iter().filter(|request| request.code == code).count();
     let lately = Lately {
         since_ms: recent.last().map_or(0, |oldest| since(oldest.at)),
@@ -152,32 +176,58 @@ pub fn view(registry: &Registry) -> Clients {
         client_gone: count(CLIENT_GONE),
         client_stalled: count(CLIENT_STALLED),
         last_unfinished_ms: recent.iter().find(unfinished).map(|request| since(request.at)),
+        failed: recent
+            .iter()
+            .filter(failed)
+            .fold(BTreeMap::new(), |mut codes, request| {
+                *codes.entry(request.code).or_default() += 1;
+                codes
+            }),
+        last_failed_ms: recent.iter().find(failed).map(|request| since(request.at)),
     };
     recent.sort_by_key(|request| std::cmp::Reverse(request.total));
     recent.truncate(SLOWEST);
     Clients {
-        open,
+        open: count_open,
         by_state,
         in_flight,
         last_answer_written_ms: registry.last_written().map(since),
         lately,
         connections,
         slowest: recent.iter().map(|request| past(request, now)).collect(),
+        probes: Probes {
+            running,
+            ended: registry.probed().iter().map(|request| past(request, now)).collect(),
+        },
     }
 }
 
-fn one(connection: &Connection, now: Instant) -> One {
+/// Those whose answer is not complete, oldest first.
+fn requests(connection: &Connection, now: Instant) -> Vec<Running> {
+    running(&connection.view(now).open, now)
+}
+
+fn running(open: &[Arc<Open>], now: Instant) -> Vec<Running> {
     let since = |then: Instant| ms(now.saturating_duration_since(then));
-    let view = connection.view(now);
-    let requests = view.open.iter().map(|open| {
+    let requests = open.iter().map(|open| {
         let (stage, entered) = open.ledger.at().unwrap_or((Stage::Answer, now));
         Running {
             request_id: open.request_id.clone(),
             age_ms: since(open.came),
             state: stage.name(),
             state_ms: since(entered),
+            last_token_ms: open.ledger.last_token().map(|after| since(open.came + after)),
+            probe: open.probe,
         }
     });
+    requests.collect()
+}
+
+fn one(connection: &Connection, now: Instant) -> One {
+    let since = |then: Instant| ms(now.saturating_duration_since(then));
+    let view = connection.view(now);
+    let mut requests = running(&view.open, now);
+    requests.retain(|request| !request.probe);
     One {
         id: connection.id,
         peer: connection.peer,
@@ -195,7 +245,7 @@ fn one(connection: &Connection, now: Instant) -> One {
         idle_ms: ms(view.idle),
         blocked_ms: ms(view.blocked),
         spent_ms: (&view.spent).into(),
-        requests: requests.collect(),
+        requests,
     }
 }
 

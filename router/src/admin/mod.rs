@@ -8,12 +8,14 @@
 //! | `GET`, `POST /admin/traffic` | whether requests go to the engines, how many are there and how many wait; changes it |
 //! | `GET`, `POST /admin/knobs` | what can be changed while the router runs; changes it |
 //! | `POST /admin/probe` | a completion on a prompt that nobody has seen, and what was counted of it |
+//! | `POST /admin/badge` | a badge that marks requests as probes |
 //! | `POST /admin/flush` | drops the prefix caches of all engines |
 //! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
 //!
-//! [`orders`] passes orders to the engines' own admin ports, [`traffic`] takes those to this router, [`views`] and [`connections`]
-//! are what is shown.
+//! [`orders`] passes orders to the engines' own admin ports, [`traffic`], [`probe`] and [`badge`] take those to this router,
+//! [`views`] and [`connections`] are what is shown.
 
+mod badge;
 mod connections;
 mod orders;
 mod probe;
@@ -157,6 +159,7 @@ enum Path {
     Traffic,
     Knobs,
     Probe,
+    Badge,
     Flush,
     Drain,
     Resume,
@@ -204,6 +207,11 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
             let measured = Probe::measure(&admin.app, id, limit).await?;
             Ok(shown(StatusCode::OK, &measured))
         }
+        Path::Badge => {
+            let time = badge::read(&body(request).await?.bytes)?;
+            let badge = admin.app.badges.draw(time);
+            Ok(shown(StatusCode::OK, &badge::Drawn { badge: badge.text() }))
+        }
         Path::Drain | Path::Resume => {
             let held = body(request).await?;
             let order = orders::Order::read(&held.bytes, matches!(path, Path::Resume))?;
@@ -236,6 +244,7 @@ fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
         "/admin/traffic" => (Path::Traffic, "GET, POST"),
         "/admin/knobs" => (Path::Knobs, "GET, POST"),
         "/admin/probe" => (Path::Probe, "POST"),
+        "/admin/badge" => (Path::Badge, "POST"),
         "/admin/flush" => (Path::Flush, "POST"),
         "/admin/drain" => (Path::Drain, "POST"),
         "/admin/resume" => (Path::Resume, "POST"),

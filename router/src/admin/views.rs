@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
-use tandem_wire::proto::Role;
+use tandem_wire::phase;
+use tandem_wire::proto::{self, Role};
 
 use crate::engines::breaker::Standing;
 use crate::engines::{Link, Worker};
@@ -129,6 +130,30 @@ struct Load<'a> {
     total_pages: u32,
     draining: bool,
     last_step_age_ms: u64,
+    /// Since it last did something for a request.
+    last_progress_age_ms: u64,
+    /// What its requests wait for.
+    inflight: Vec<Inflight>,
+}
+
+/// The engine's requests in one state.
+#[derive(Debug, Serialize)]
+struct Inflight {
+    state: &'static str,
+    count: u32,
+    /// The longest that one has been in it.
+    oldest_ms: u64,
+    /// The longest that one has been in it without a move.
+    still_ms: u64,
+}
+
+fn inflight(of: &proto::Inflight) -> Inflight {
+    Inflight {
+        state: phase::name(of.phase()),
+        count: of.count,
+        oldest_ms: of.oldest_ms,
+        still_ms: of.still_ms,
+    }
 }
 
 pub fn loads(workers: &[Arc<Worker>]) -> Loads<'_> {
@@ -151,6 +176,8 @@ pub fn loads(workers: &[Arc<Worker>]) -> Loads<'_> {
             total_pages: load.total_pages,
             draining: load.draining,
             last_step_age_ms: load.last_step_age_ms,
+            last_progress_age_ms: load.last_progress_age_ms,
+            inflight: load.inflight.iter().map(inflight).collect(),
         })
     });
     Loads { loads: loads.collect() }

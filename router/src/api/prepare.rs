@@ -61,6 +61,8 @@ pub struct Origin {
     pub request_id: String,
     /// When it came.
     pub came: Instant,
+    /// Who asks.
+    pub asker: Asker,
 }
 
 /// A request ready to run.
@@ -132,6 +134,7 @@ impl TextWork {
     pub(super) async fn run<T: Send + 'static>(
         &self,
         deadline: Instant,
+        asker: Asker,
         limits: &Limits,
         work: impl FnOnce(&Text) -> Result<T, RouterError> + Send + 'static,
     ) -> Result<T, RouterError> {
@@ -152,7 +155,9 @@ impl TextWork {
             .await
             .map_err(|_| RouterError::Deadline(limits.knobs.request()))?
             .map_err(|error| RouterError::Internal(format!("template or tokenizer failed: {error}")))?;
-        self.metrics.phase(Phase::Text, came.elapsed().as_secs_f64());
+        if asker != Asker::Diagnosis {
+            self.metrics.phase(Phase::Text, came.elapsed().as_secs_f64());
+        }
         done
     }
 
@@ -176,7 +181,7 @@ impl TextWork {
         let parallel_calls = body.parallel_tool_calls.unwrap_or(true);
         let bound = self.bound(limits, Endpoint::Chat);
         let ids = self
-            .run(template.spec.deadline, limits, move |text| {
+            .run(template.spec.deadline, template.spec.asker, limits, move |text| {
                 let messages = body.messages.unwrap_or_default();
                 let mut input = ChatInput::new(&messages);
                 input.tools = shown.as_ref();
@@ -255,7 +260,8 @@ impl TextWork {
         };
         // ids need no tokenizer, and to look at them takes less than to have read them
         let all = if texts {
-            self.run(template.spec.deadline, limits, encode).await?
+            self.run(template.spec.deadline, template.spec.asker, limits, encode)
+                .await?
         } else {
             encode(&self.text)?
         };
@@ -317,7 +323,7 @@ impl Template {
                 calls: None,
                 show_special_tokens: !common.skip_special_tokens,
                 streamed: common.stream,
-                asker: Asker::Client,
+                asker: origin.asker,
             },
             n: common.n as usize,
             stream: common.stream,
@@ -410,6 +416,7 @@ mod tests {
         let origin = Origin {
             request_id: "r".into(),
             came: Instant::now(),
+            asker: Asker::Client,
         };
         let ends = tokio::time::timeout(Duration::from_secs(10), work.completions(body, &limits, origin));
         assert_eq!(ends.await.expect("it hangs").unwrap_err().code(), "deadline");

@@ -61,28 +61,33 @@ impl TextWork {
         };
         let (bound, max_model_len) = (self.bound(limits, endpoint), limits.max_length_tokens);
         let answer = self
-            .run(origin.came + limits.knobs.request(), limits, move |text| {
-                let rendered = match &body.messages {
-                    Some(messages) => text.render_chat(&ChatInput {
-                        tools: body.tools.as_ref(),
-                        kwargs: body.chat_template_kwargs.as_ref(),
-                        add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
-                        ..ChatInput::new(messages)
-                    })?,
-                    None => body.prompt.unwrap_or_default(),
-                };
-                bound(&rendered)?;
-                let add_special = body.add_special_tokens.unwrap_or(body.messages.is_none());
-                let tokens = text.encode(&rendered, add_special)?;
-                let strings = || tokens.iter().map(|id| text.decode(&[*id], false)).collect();
-                let token_strs = body.return_token_strs.unwrap_or(false).then(strings).transpose()?;
-                Ok(Tokenized {
-                    count: tokens.len(),
-                    max_model_len,
-                    tokens,
-                    token_strs,
-                })
-            })
+            .run(
+                origin.came + limits.knobs.request(),
+                origin.asker,
+                limits,
+                move |text| {
+                    let rendered = match &body.messages {
+                        Some(messages) => text.render_chat(&ChatInput {
+                            tools: body.tools.as_ref(),
+                            kwargs: body.chat_template_kwargs.as_ref(),
+                            add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
+                            ..ChatInput::new(messages)
+                        })?,
+                        None => body.prompt.unwrap_or_default(),
+                    };
+                    bound(&rendered)?;
+                    let add_special = body.add_special_tokens.unwrap_or(body.messages.is_none());
+                    let tokens = text.encode(&rendered, add_special)?;
+                    let strings = || tokens.iter().map(|id| text.decode(&[*id], false)).collect();
+                    let token_strs = body.return_token_strs.unwrap_or(false).then(strings).transpose()?;
+                    Ok(Tokenized {
+                        count: tokens.len(),
+                        max_model_len,
+                        tokens,
+                        token_strs,
+                    })
+                },
+            )
             .await?;
         Ok(serde_json::to_vec(&answer).unwrap_or_default())
     }
@@ -95,10 +100,15 @@ impl TextWork {
             .map_or(Ok(()), |asked| limits.check_model(asked))?;
         let tokens = body.tokens.ok_or_else(|| RouterError::field("tokens", "missing"))?;
         let prompt = self
-            .run(origin.came + limits.knobs.request(), limits, move |text| {
-                check_ids("tokens", &tokens, text.vocabulary().len())?;
-                Ok(text.decode(&tokens, false)?)
-            })
+            .run(
+                origin.came + limits.knobs.request(),
+                origin.asker,
+                limits,
+                move |text| {
+                    check_ids("tokens", &tokens, text.vocabulary().len())?;
+                    Ok(text.decode(&tokens, false)?)
+                },
+            )
             .await?;
         Ok(serde_json::to_vec(&Detokenized { prompt }).unwrap_or_default())
     }

@@ -50,6 +50,8 @@ struct State {
     blocked: Option<(Instant, usize)>,
     /// How long it was blocked before.
     blocked_for: Duration,
+    /// All requests on it were probes, and there was one.
+    probes_only: bool,
 }
 
 /// A request whose answer is not complete.
@@ -61,6 +63,8 @@ pub struct Open {
     pub came: Instant,
     /// Where it is.
     pub ledger: Arc<Ledger>,
+    /// A marked probe.
+    pub probe: bool,
 }
 
 /// How a connection stands.
@@ -140,6 +144,7 @@ impl Connection {
                 reading: Some(opened),
                 blocked: None,
                 blocked_for: Duration::ZERO,
+                probes_only: false,
             }),
         }
     }
@@ -155,16 +160,14 @@ impl Connection {
     }
 
     /// A request's head has come.
-    pub fn begin(&self, version: Version, request_id: String, came: Instant, ledger: Arc<Ledger>) -> Arc<Open> {
-        let open = Arc::new(Open {
-            request_id,
-            came,
-            ledger,
-        });
+    pub fn begin(&self, version: Version, open: Open) -> Arc<Open> {
+        let open = Arc::new(open);
+        let came = open.came;
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
         state.version = Some(version);
         state.reading = None;
+        state.probes_only = open.probe && (state.probes_only || state.served == 0 && state.open.is_empty());
         if state.open.is_empty() {
             let (since, before) = state.idle;
             state.idle.1 = before + came.saturating_duration_since(since);
@@ -184,10 +187,15 @@ impl Connection {
             state.idle.0 = now;
         }
         drop(state);
-        if answered {
+        if answered && !open.probe {
             self.to_be_written.store(true, Ordering::Relaxed);
         }
         self.unanswered.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Nobody but probes has asked anything on it.
+    pub fn probes_only(&self) -> bool {
+        self.state.lock().probes_only
     }
 
     /// Bytes came.
@@ -293,10 +301,19 @@ mod tests {
     }
 
     fn begin(connection: &Connection, version: Version) -> (Arc<Open>, Stay) {
-        let came = Instant::now();
+        begin_as(connection, version, false)
+    }
+
+    fn begin_as(connection: &Connection, version: Version, probe: bool) -> (Arc<Open>, Stay) {
         let ledger = Arc::new(Ledger::default());
         let stay = Stay::enter(&ledger, Stage::Body);
-        (connection.begin(version, "r".into(), came, ledger), stay)
+        let open = Open {
+            request_id: "r".into(),
+            came: Instant::now(),
+            ledger,
+            probe,
+        };
+        (connection.begin(version, open), stay)
     }
 
     #[test]
@@ -320,6 +337,23 @@ mod tests {
         connection.read();
         assert_eq!(standing(), Standing::Idle, "a ping is no request");
         assert_eq!(connection.view(Instant::now()).served, 2);
+    }
+
+    #[test]
+    fn an_answer_to_a_probe_is_told_as_one_to_a_client() {
+        let (registry, connection) = connection();
+        assert!(!connection.probes_only(), "nothing was asked");
+        let (probe, _stay) = begin_as(&connection, Version::HTTP_11, true);
+        connection.end(&probe, true);
+        connection.flushed();
+        assert_eq!(registry.last_written(), None);
+        assert!(connection.probes_only());
+        let (own, _stay) = begin(&connection, Version::HTTP_11);
+        connection.end(&own, true);
+        connection.flushed();
+        assert!(registry.last_written().is_some());
+        let (_probe, _stay) = begin_as(&connection, Version::HTTP_11, true);
+        assert!(!connection.probes_only(), "a client's connection stays one");
     }
 
     #[test]

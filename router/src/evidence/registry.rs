@@ -16,6 +16,8 @@ use super::stage::Spent;
 
 /// Requests that are remembered after their end.
 const REMEMBERED: usize = 1024;
+/// Probes that are.
+const PROBES: usize = 64;
 
 /// What the router knows of its clients.
 #[derive(Debug, Default)]
@@ -23,6 +25,7 @@ pub struct Registry {
     next: AtomicU64,
     open: Arc<Map>,
     ended: Mutex<VecDeque<Ended>>,
+    probed: Mutex<VecDeque<Ended>>,
     written: Arc<Clock>,
 }
 
@@ -101,13 +104,23 @@ impl Registry {
         self.open.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    /// Remembers a request for a while.
-    pub fn ended(&self, request: Ended) {
-        let mut ended = self.ended.lock();
-        if ended.len() == REMEMBERED {
+    /// Remembers a request for a while; a probe apart from those of users.
+    pub fn ended(&self, request: Ended, probe: bool) {
+        let (ended, most) = if probe {
+            (&self.probed, PROBES)
+        } else {
+            (&self.ended, REMEMBERED)
+        };
+        let mut ended = ended.lock();
+        if ended.len() == most {
             ended.pop_front();
         }
         ended.push_back(request);
+    }
+
+    /// The latest probes, the last to end first.
+    pub fn probed(&self) -> Vec<Ended> {
+        self.probed.lock().iter().rev().cloned().collect()
     }
 
     /// Those that are remembered, the last to end first.
@@ -129,7 +142,7 @@ impl Collector for ConnectionsByState {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let now = Instant::now();
         let mut counts: Vec<(Standing, i64)> = Standing::all().map(|standing| (standing, 0)).collect();
-        for connection in self.0.connections() {
+        for connection in self.0.connections().iter().filter(|open| !open.probes_only()) {
             let standing = connection.standing(now);
             if let Some((_, count)) = counts.iter_mut().find(|(other, _)| *other == standing) {
                 *count += 1;
@@ -157,7 +170,7 @@ mod tests {
     fn memory_of_ended_requests_is_bounded_and_the_newest_come_first() {
         let registry = Registry::default();
         for number in 0..REMEMBERED + 5 {
-            registry.ended(Ended {
+            let request = Ended {
                 request_id: number.to_string(),
                 endpoint: "chat",
                 code: "ok",
@@ -170,8 +183,11 @@ mod tests {
                 completion_tokens: 1,
                 attempts: 1,
                 spent: Spent::default(),
-            });
+            };
+            registry.ended(request.clone(), false);
+            registry.ended(request, true);
         }
+        assert_eq!(registry.probed().len(), PROBES);
         let recent = registry.recent();
         assert_eq!(recent.len(), REMEMBERED);
         assert_eq!(recent[0].request_id, (REMEMBERED + 4).to_string());

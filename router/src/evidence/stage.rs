@@ -2,6 +2,7 @@
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -101,7 +102,11 @@ impl IndexMut<Stage> for Spent {
 
 /// Where one request is. From its first guard to its last it is in exactly one stage, so the times add up to its age.
 #[derive(Debug, Default)]
-pub struct Ledger(Mutex<Book>);
+pub struct Ledger {
+    book: Mutex<Book>,
+    /// Microseconds from the request's head to its latest token, plus one; 0: there was none.
+    token: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Book {
@@ -130,12 +135,23 @@ impl Book {
 impl Ledger {
     /// The stage, and since when; none: it has ended.
     pub fn at(&self) -> Option<(Stage, Instant)> {
-        self.0.lock().at
+        self.book.lock().at
+    }
+
+    /// A token came, so long after the request's head.
+    pub fn token(&self, after: Duration) {
+        self.token.fetch_max(after.as_micros() as u64 + 1, Ordering::Relaxed);
+    }
+
+    /// From the request's head to its latest token.
+    pub fn last_token(&self) -> Option<Duration> {
+        let micros = self.token.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(Duration::from_micros(micros))
     }
 
     /// Time per stage until `now`.
     pub fn spent(&self, now: Instant) -> Spent {
-        let book = self.0.lock();
+        let book = self.book.lock();
         let mut spent = book.spent;
         if let Some((stage, since)) = book.at {
             spent[stage] += now.saturating_duration_since(since);
@@ -154,7 +170,7 @@ pub struct Stay {
 impl Stay {
     /// Enters a stage.
     pub fn enter(ledger: &Arc<Ledger>, stage: Stage) -> Self {
-        let mut book = ledger.0.lock();
+        let mut book = ledger.book.lock();
         book.stays[stage as usize] += 1;
         book.turn();
         Self {
@@ -168,7 +184,7 @@ impl Stay {
         if stage == self.stage {
             return;
         }
-        let mut book = self.ledger.0.lock();
+        let mut book = self.ledger.book.lock();
         book.stays[self.stage as usize] -= 1;
         book.stays[stage as usize] += 1;
         book.turn();
@@ -178,7 +194,7 @@ impl Stay {
 
 impl Drop for Stay {
     fn drop(&mut self) {
-        let mut book = self.ledger.0.lock();
+        let mut book = self.ledger.book.lock();
         book.stays[self.stage as usize] -= 1;
         book.turn();
     }

@@ -246,7 +246,7 @@ impl Choice {
             }
             Err(error) => return Some(Event::Failed(self.no_pair(error))),
         };
-        if lease.bypass {
+        if lease.bypass && self.counts() {
             self.flow.metrics.prefill_bypassed.inc();
         }
         let own = self.spec.max_length_tokens.unwrap_or(u32::MAX);
@@ -467,12 +467,13 @@ impl Choice {
                 prefill.succeeded();
             }
         }
-        for (phase, micros) in [
+        let phases = [
             (Phase::PrefillQueue, usage.queue_us),
             (Phase::Prefill, usage.prefill_us),
             (Phase::Transfer, usage.transfer_us),
             (Phase::Decode, usage.decode_us),
-        ] {
+        ];
+        for (phase, micros) in phases.into_iter().filter(|_| self.counts()) {
             self.flow.metrics.phase(phase, micros as f64 / 1e6);
         }
         let delta = self.text.finish();
@@ -498,18 +499,9 @@ impl Choice {
             (self.spec.prompt.len() as u32, cached_tokens)
         };
         self.count(completion_tokens);
-        self.flow.metrics.phase(Phase::Queue, self.waited.as_secs_f64());
-        if let Some(first_token) = self.progress.first_token() {
-            self.flow
-                .metrics
-                .first_token(self.spec.endpoint, first_token.as_secs_f64());
+        if self.counts() {
+            self.tally(prompt_tokens, cached_tokens.unwrap_or(0), completion_tokens);
         }
-        self.flow.metrics.prompt_tokens.inc_by(prompt_tokens.into());
-        self.flow
-            .metrics
-            .cached_tokens
-            .inc_by(cached_tokens.unwrap_or(0).into());
-        self.flow.metrics.completion_tokens.inc_by(completion_tokens.into());
         Done {
             piece,
             finish,
@@ -518,6 +510,23 @@ impl Choice {
             completion_tokens,
             usage,
         }
+    }
+
+    /// Is it one of those that metrics tell of?
+    fn counts(&self) -> bool {
+        self.spec.asker != Asker::Diagnosis
+    }
+
+    /// Counts a good answer.
+    fn tally(&self, prompt_tokens: u32, cached_tokens: u32, completion_tokens: u32) {
+        let metrics = &self.flow.metrics;
+        metrics.phase(Phase::Queue, self.waited.as_secs_f64());
+        if let Some(first_token) = self.progress.first_token() {
+            metrics.first_token(self.spec.endpoint, first_token.as_secs_f64());
+        }
+        metrics.prompt_tokens.inc_by(prompt_tokens.into());
+        metrics.cached_tokens.inc_by(cached_tokens.into());
+        metrics.completion_tokens.inc_by(completion_tokens.into());
     }
 
     /// So many tokens of the answer are there now.
@@ -576,7 +585,9 @@ impl Choice {
         if !again {
             return Some(Event::Failed(failure.into()));
         }
-        self.flow.metrics.retry(failure.reason);
+        if self.counts() {
+            self.flow.metrics.retry(failure.reason);
+        }
         if failure.reason == Reason::NoCapacity {
             self.attempts -= 1;
         } else {

@@ -26,7 +26,7 @@ pub use choice::{Choice, Done, Event, Finish};
 pub use piece::{Piece, Scored};
 pub use progress::Progress;
 pub use queue::Queue;
-pub use spec::Spec;
+pub use spec::{Asker, Spec};
 pub use together::Part;
 pub use traffic::{Order, Traffic};
 

@@ -55,6 +55,7 @@ impl Progress {
 
     /// A token came, so long after the request's head. The first one counts.
     pub fn token(&self, after: Duration) {
+        self.ledger.token(after);
         // one that came earlier stays
         let _ = self.first_token.set(after);
     }

@@ -15,6 +15,8 @@ use crate::text::ToolFormat;
 pub enum Asker {
     /// A client.
     Client,
+    /// One who looks for a fault: as a client, but not counted as one.
+    Diagnosis,
     /// A probe, which goes to the engines whatever the order on traffic is.
     Probe,
 }

@@ -10,7 +10,7 @@ use super::App;
 use crate::api::prepare::Origin;
 use crate::error::RouterError;
 use crate::evidence::{Connection, Ended, Open, Registry, Stage, Stay};
-use crate::flow::Progress;
+use crate::flow::{Asker, Progress};
 use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, Counted, Endpoint, Metrics, OK};
 
 /// An open account of one request. Dropped before it is closed, it says that the client left.
@@ -32,22 +32,29 @@ pub struct Account {
     stay: Stay,
     span: Span,
     closed: bool,
-    _in_flight: Counted,
+    _in_flight: Option<Counted>,
 }
 
 impl Account {
-    /// Opens one for a request that came on `connection`. `span` ends with it.
+    /// Opens one for a request that came on `connection`, a marked probe or not. `span` ends with it.
     pub fn open(
         app: &App,
         endpoint: Endpoint,
         request_id: String,
         (connection, version): (Arc<Connection>, Version),
+        probe: bool,
         span: Span,
     ) -> Self {
         let came = Instant::now();
         let progress = Arc::new(Progress::of(span.parent().clone()));
         let stay = progress.stay(Stage::Body);
-        let open = connection.begin(version, request_id.clone(), came, Arc::clone(progress.ledger()));
+        let open = Open {
+            request_id: request_id.clone(),
+            came,
+            ledger: Arc::clone(progress.ledger()),
+            probe,
+        };
+        let open = connection.begin(version, open);
         Self {
             metrics: Arc::clone(&app.flow.metrics),
             endpoint,
@@ -61,7 +68,7 @@ impl Account {
             stay,
             span,
             closed: false,
-            _in_flight: Counted::new(&app.flow.metrics.in_flight),
+            _in_flight: (!probe).then(|| Counted::new(&app.flow.metrics.in_flight)),
         }
     }
 
@@ -80,6 +87,11 @@ impl Account {
         Origin {
             request_id: self.request_id.clone(),
             came: self.came,
+            asker: if self.open.probe {
+                Asker::Diagnosis
+            } else {
+                Asker::Client
+            },
         }
     }
 
@@ -108,7 +120,9 @@ impl Account {
         let total = self.came.elapsed();
         let seconds = total.as_secs_f64();
         self.remember(code, total);
-        self.metrics.request(self.endpoint, code, seconds);
+        if !self.open.probe {
+            self.metrics.request(self.endpoint, code, seconds);
+        }
         self.trace(code, error);
         if self.endpoint == Endpoint::Other && error.is_none() {
             // probes and scrapers would fill the log
@@ -120,13 +134,15 @@ impl Account {
             code,
             seconds,
             stream = self.stream,
+            probe = self.open.probe,
             first_token_seconds = self.progress.first_token().map(|first| first.as_secs_f64()),
             prompt_tokens = self.progress.prompt_tokens(),
             completion_tokens = self.progress.completion_tokens(),
             attempts = self.progress.attempts(),
             trace_id = self.progress.trace().trace_id(),
             source = error.map(RouterError::source),
-            error = error.map(tracing::field::display),
+            // what is wrong with a request may quote it, and its client is told
+            error = error.filter(|error| !error.is_of_client()).map(tracing::field::display),
             "request"
         );
     }
@@ -140,7 +156,7 @@ impl Account {
         if !generated {
             return;
         }
-        self.registry.ended(Ended {
+        let ended = Ended {
             request_id: self.request_id.clone(),
             endpoint: self.endpoint.name(),
             code,
@@ -153,7 +169,8 @@ impl Account {
             completion_tokens: self.progress.completion_tokens(),
             attempts: self.progress.attempts(),
             spent: self.progress.ledger().spent(self.came + total),
-        });
+        };
+        self.registry.ended(ended, self.open.probe);
     }
 
     /// Says the same in the span.
@@ -191,6 +208,7 @@ impl Account {
                 .describe(|| [("tandem.first_token_us", (first.as_micros() as i64).into())]);
         }
         match error {
+            Some(error) if error.is_of_client() => self.span.fail(code, || error.source().to_owned()),
             Some(error) => self.span.fail(code, || format!("{}: {error}", error.source())),
             None if code != OK => self
                 .span

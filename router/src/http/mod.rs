@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use crate::api::prepare::{Limits, TextWork};
 use crate::config::Config;
 use crate::engines::Side;
-use crate::evidence::Registry;
+use crate::evidence::{Badges, Registry};
 use crate::flow::Flow;
 use body::Budget;
 use probe::Probe;
@@ -55,6 +55,8 @@ pub struct App {
     pub readiness: Readiness,
     /// The connections, and where requests stand.
     pub evidence: Arc<Registry>,
+    /// What marks a probe.
+    pub badges: Badges,
     /// Where spans begin.
     pub traces: Traces,
     /// Cancelled when a drain has run out of time: whatever still runs ends with an error.

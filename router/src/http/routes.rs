@@ -47,7 +47,8 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, connection: Arc<C
         Endpoint::Other => Span::default(),
     };
     let came_on = (connection, request.version());
-    let mut account = Some(Account::open(&app, endpoint, request_id.clone(), came_on, span));
+    let probe = app.badges.marks(request.headers());
+    let mut account = Some(Account::open(&app, endpoint, request_id.clone(), came_on, probe, span));
     let head = request.method() == Method::HEAD;
     let mut response = match route(&app, endpoint, request, &mut account).await {
         Ok(response) => {
@@ -126,6 +127,9 @@ fn unlock(app: &App, request: &Request<Incoming>) -> Result<(), RouterError> {
         return Ok(());
     };
     if matches!(request.uri().path(), "/health" | "/livez" | "/readyz") {
+        return Ok(());
+    }
+    if app.badges.marks(request.headers()) {
         return Ok(());
     }
     match presented(request) {

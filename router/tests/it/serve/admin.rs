@@ -152,6 +152,8 @@ async fn without_the_token_nothing_is_shown_and_no_engine_is_told_anything() {
             ("POST", "/admin/traffic"),
             ("GET", "/admin/knobs"),
             ("POST", "/admin/knobs"),
+            ("POST", "/admin/probe"),
+            ("POST", "/admin/badge"),
             ("POST", "/admin/flush"),
             ("POST", "/admin/drain"),
             ("POST", "/admin/resume"),

@@ -270,3 +270,95 @@ async fn of_several_choices_the_fastest_is_shown() {
     decode.release();
     assert_eq!(asked.await.unwrap(), 200);
 }
+
+#[tokio::test]
+async fn a_probe_is_told_as_a_request_of_a_user_or_needs_a_key() {
+    let decode = engine::decode();
+    let keys = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(keys.path(), "key-0123456789abcdef\n").unwrap();
+    let token = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(token.path(), TOKEN).unwrap();
+    let flags = [
+        "--admin-listen=127.0.0.1:0".to_owned(),
+        format!("--admin-token-file={}", token.path().display()),
+        format!("--api-key-file={}", keys.path().display()),
+    ];
+    let stack = stack(&[], &[&decode], &flags.each_ref().map(String::as_str)).await;
+    let rig = Rig { stack, _token: token };
+    let url = format!("http://{}/admin/badge", rig.stack.router.admin_addr().unwrap());
+    let draw = |body: Value| {
+        let request = reqwest::Client::new().post(&url).bearer_auth(TOKEN).json(&body);
+        async move { Client::read(request.send().await.unwrap()).await }
+    };
+    for wrong in [json!({"seconds": 0}), json!({"seconds": 3601})] {
+        assert_eq!(draw(wrong).await.code(), "invalid_field");
+    }
+    let drawn = draw(json!({"seconds": 60})).await.json();
+    let badge = drawn["badge"].as_str().unwrap().to_owned();
+
+    // what is told of engines is as it is; what is told of users must not move
+    let users = || {
+        let text = rig.stack.metrics.encode().unwrap();
+        let ours = text.lines().filter(|line| {
+            line.starts_with("tandem_router_")
+                && !line.contains("upstream")
+                && !line.contains("traffic")
+                && !line.contains("at_engines")
+        });
+        ours.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let before = users();
+    decode.then(vec![
+        Step::Started,
+        Step::Phase(phase::Kind::Decode),
+        Step::Spell("Par"),
+        Step::Hold,
+        Step::Spell("is"),
+        Step::Finish(finished::Cause::Stop),
+    ]);
+    let ask = |badge: &str| {
+        let http = reqwest::Client::new();
+        let request = http
+            .post(rig.stack.client.url("/v1/chat/completions"))
+            .header("x-tandem-probe", badge);
+        let request = request.header("x-request-id", "mine").json(&question(json!({})));
+        async move { Client::read(request.send().await.unwrap()).await }
+    };
+    let probe = tokio::spawn(ask(&badge));
+    let view = rig
+        .until("probing", |view| view["probes"]["running"][0]["last_token_ms"].is_u64())
+        .await;
+    let running = &view["probes"]["running"][0];
+    assert_eq!(
+        (&running["request_id"], &running["state"]),
+        (&json!("mine"), &json!("decode"))
+    );
+    assert_eq!((&view["in_flight"], &view["open"]), (&json!(0), &json!(0)), "{view:#}");
+    assert_eq!(users(), before);
+    decode.release();
+    assert_eq!(probe.await.unwrap().content(), "Paris");
+    let view = rig
+        .until("probed", |view| view["probes"]["ended"][0]["code"] == "ok")
+        .await;
+    assert!(
+        view["probes"]["ended"][0]["spent_ms"]["decode"].as_f64().unwrap() > 0.0,
+        "{view:#}"
+    );
+    assert_eq!(
+        (
+            &view["lately"]["ended"],
+            &view["last_answer_written_ms"],
+            &view["slowest"]
+        ),
+        (&json!(0), &Value::Null, &json!([]))
+    );
+    rig.stack.disconnected().await;
+    assert_eq!(users(), before);
+
+    let refused = ask("0123456789abcdef0123456789abcdef").await;
+    assert_eq!(refused.code(), "invalid_api_key");
+    let view = rig
+        .until("refused", |view| view["lately"]["failed"]["invalid_api_key"] == 1)
+        .await;
+    assert!(view["lately"]["last_failed_ms"].is_u64(), "{view:#}");
+}
