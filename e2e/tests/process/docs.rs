@@ -60,6 +60,7 @@ fn every_flag_that_the_documents_name_exists() {
     let help = [
         help("tandem-engine", &[]),
         help("tandem-router", &[]),
+        help("tandem-operator", &[]),
         help("tandem", &["up"]),
         help("tandem", &["plan"]),
         help("tandem", &["diagnose"]),
