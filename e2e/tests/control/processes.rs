@@ -9,6 +9,7 @@ use tandem_e2e::cluster::api::{Api, Client, Patch};
 use tandem_e2e::cluster::kubelet::{Life, Runs};
 use tandem_e2e::cluster::peer::Script;
 use tandem_e2e::cluster::{self, Cluster, PATIENCE};
+use tandem_e2e::probe::Metrics;
 use tandem_e2e::{client, eventually};
 use tandem_operator::render::ports;
 use tandem_wire::proto::admin_client::AdminClient;
@@ -139,6 +140,25 @@ fn a_peer_takes_knobs_by_call_and_reads_the_newest_when_it_starts_again() {
 #[test]
 fn a_real_engine_takes_knobs_by_call_and_reads_the_newest_when_it_starts_again() {
     an_engine_takes_knobs_by_call_and_reads_the_newest_when_it_starts_again("real", Runs::Real);
+}
+
+/// With what the operator renders and nothing else: arguments, Services, and the rights of the router's account.
+#[test]
+fn real_processes_find_each_other_and_answer() {
+    cluster::test(async |cluster| {
+        let (client, namespace) = apply_all(cluster, "whole", Runs::Real).await;
+        let pod = ready(&client, &namespace, "router").await;
+        let body = json!({"model": "m", "prompt": "One, two,", "max_tokens": 4, "temperature": 0});
+        let url = format!("http://{}:{}/v1/completions", address(&pod), ports::HTTP);
+        let request = reqwest::Client::new().post(url).bearer_auth("k".repeat(32)).json(&body);
+        let answer = request.send().await.expect("an answer");
+        let (status, text) = (answer.status().as_u16(), answer.text().await.expect("its text"));
+        assert_eq!(status, 200, "{text}");
+        // the prompt was read by one engine, and its KV went to the other
+        let prefill = ready(&client, &namespace, "prefill").await;
+        let metrics = Metrics::of(&format!("{}:{}", address(&prefill), ports::OPS)).await;
+        assert!(metrics.sum("tandem_engine_tokens_total", &["kind=\"prompt\""]) > 0.0);
+    });
 }
 
 #[test]
