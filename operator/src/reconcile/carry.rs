@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 use serde_json::Value;
-use tandem_crds::{PDDeploymentSpec, Role};
+use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
 use tandem_plan::{Plan, Revision, Traffic, WorkloadIntent};
 
 use super::observe::{Observed, is_ours};
@@ -57,13 +57,23 @@ impl Carry<'_> {
             }
             self.workloads(&plan.workloads, &stored).await?;
             self.probe(plan);
-            for id in &plan.discard {
-                self.delete(Kind::ControllerRevision, &revision::name(&self.owner, id))
-                    .await?;
+            if self.is_written(plan) {
+                for id in &plan.discard {
+                    self.delete(Kind::ControllerRevision, &revision::name(&self.owner, id))
+                        .await?;
+                }
+                self.sweep(plan, &stored).await?;
             }
-            self.sweep(plan, &stored).await?;
         }
         Ok(())
+    }
+
+    /// Whether it is written down which revisions are needed. What the others leave behind goes only then: an operator that
+    /// is killed in between would make it anew, for the change that is not over yet by what was written.
+    fn is_written(&self, plan: &Plan) -> bool {
+        let old = self.view.object.as_ref().and_then(|object| object.status.as_ref());
+        let under_way = |status: &PDDeploymentStatus| status.rollout.as_ref().map(|rollout| rollout.target.clone());
+        old.is_some_and(|old| old.revisions == plan.status.revisions && under_way(old) == under_way(&plan.status))
     }
 
     /// Applies one child, and takes down whose it is where it is somebody else's.
