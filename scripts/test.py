@@ -62,7 +62,8 @@ EVERYDAY = [
     # its output is the table of what was planted and what was found
     Tier("faults", [*CARGO_TEST, "--test", "faults", *ALONE, "--nocapture"], 15),
     Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane),
-    Tier("control plane", [*CARGO_TEST, "--test", "control"], 20, lacks=lacks_control_plane),
+    # They wait more than they compute.
+    Tier("control plane", [*CARGO_TEST, "--test", "control", "--", "--test-threads=6"], 20, lacks=lacks_control_plane),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
 ]
 LONG = [

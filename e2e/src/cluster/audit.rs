@@ -24,7 +24,8 @@ pub struct Request {
 /// Who asked.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Caller {
-    /// A service account's is `system:serviceaccount:NAMESPACE:NAME`.
+    /// A service account's is `system:serviceaccount:NAMESPACE:NAME`; empty for one that left before it was known.
+    #[serde(default)]
     pub username: String,
 }
 

@@ -10,6 +10,7 @@
 //! | [`fault`] | a proxy before the API server that breaks what a test says |
 //! | [`record`] | every event of a namespace |
 //! | [`kubelet`] | nodes, the scripts by which pods come and go, and their processes |
+//! | [`operator`] | the operator as a process, under its own rights |
 //! | [`peer`] | a pod's process that speaks the contracts of engine and router and computes nothing |
 //!
 //! A test program shares one cluster: its tests run side by side in Kubernetes namespaces of their own. It starts with the first
@@ -20,6 +21,7 @@ pub mod audit;
 pub mod fault;
 pub mod kubelet;
 pub mod network;
+pub mod operator;
 pub mod peer;
 pub mod pki;
 pub mod record;
@@ -32,7 +34,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
-use k8s_openapi::api::rbac::v1::RoleBinding;
+use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
 use reqwest::Method;
 use serde_json::json;
 
@@ -105,20 +107,45 @@ impl Cluster {
 
     /// A service account with a ClusterRole in its namespace, and a client that acts as it.
     pub async fn account(&self, namespace: &str, name: &str, role: &str) -> Client {
+        self.bound(namespace, name, &[role], &[]).await;
+        Client::new(self.plain(&self.token(namespace, name).await))
+    }
+
+    /// A service account with ClusterRoles in its namespace, and others everywhere.
+    async fn bound(&self, namespace: &str, name: &str, here: &[&str], everywhere: &[&str]) {
         let admin = self.admin();
-        let meta = json!({"name": name, "namespace": namespace});
-        let account: ServiceAccount = serde_json::from_value(json!({"metadata": meta})).expect("an account");
+        let account = json!({"metadata": {"name": name, "namespace": namespace}});
+        let account: ServiceAccount = serde_json::from_value(account).expect("an account");
         let made = Api::namespaced(&admin, namespace).create(&account).await;
         made.expect("an account");
-        let binding = json!({
-            "metadata": meta,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
-        });
-        let binding: RoleBinding = serde_json::from_value(binding).expect("a binding");
-        let made = Api::namespaced(&admin, namespace).create(&binding).await;
-        made.expect("a binding");
-        Client::new(self.plain(&self.token(namespace, name).await))
+        let binding = |role: &str| {
+            json!({
+                "metadata": {"name": format!("{namespace}-{name}-{role}")},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+            })
+        };
+        for role in here {
+            let binding: RoleBinding = serde_json::from_value(binding(role)).expect("a binding");
+            let made = Api::namespaced(&admin, namespace).create(&binding).await;
+            made.expect("a binding");
+        }
+        for role in everywhere {
+            let binding: ClusterRoleBinding = serde_json::from_value(binding(role)).expect("a binding");
+            let made = Api::all(&admin).create(&binding).await;
+            made.expect("a binding");
+        }
+    }
+
+    /// The operator's service account in a namespace, with the rights that it is shipped with and no others.
+    pub async fn operator_account(&self, namespace: &str) {
+        let rules = crate::root().join("operator/rbac.yaml");
+        let rules = std::fs::read_to_string(&rules).expect("the operator's rules");
+        let applied = self.kubectl(&["apply", "--server-side", "--filename=-"], &rules);
+        assert!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));
+        let here = ["tandem-operator", "tandem-operator-lease"];
+        self.bound(namespace, operator::ACCOUNT, &here, &["tandem-operator-nodes"])
+            .await;
     }
 
     /// A plain address that adds a kubeconfig's token and TLS: of a `kubectl proxy`.

@@ -2,11 +2,22 @@
 
 #![expect(clippy::expect_used, reason = "helpers of tests: a step that fails fails the test")]
 
+mod always;
 mod api;
 mod children;
+mod deletion;
 mod discovery;
+mod faults;
 mod fixtures;
+mod gates;
+mod knobs;
+mod leaders;
+mod nodes;
+mod order;
 mod processes;
+mod quiet;
+mod stage;
+mod supersede;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use tandem_e2e::cluster::api::Api;

@@ -35,7 +35,7 @@ async fn apply_all(cluster: &Cluster, purpose: &str, runs: Runs) -> (Client, Str
 }
 
 /// The one ready pod of a role.
-async fn ready(client: &Client, namespace: &str, role: &str) -> Pod {
+pub(crate) async fn ready(client: &Client, namespace: &str, role: &str) -> Pod {
     let pods: Api<Pod> = Api::namespaced(client, namespace);
     eventually("a ready pod", PATIENCE, async || {
         let all = pods.list(&format!("tandem.dev/role={role}")).await;
@@ -58,7 +58,7 @@ fn address(pod: &Pod) -> &str {
     ip.expect("an address")
 }
 
-async fn info(pod: &Pod) -> EngineInfo {
+pub(crate) async fn info(pod: &Pod) -> EngineInfo {
     let endpoint = format!("{}:{}", address(pod), ports::CONTROL);
     client::info(&mut client::connect(&endpoint).await).await
 }

@@ -243,7 +243,8 @@ impl Router {
             }),
             prompt_tokens: crate::salted_tokens(rand::random(), PROBE_TOKENS, info.vocab_size),
             sampling: Some(Sampling::default()),
-            max_new_tokens: 1,
+            // A request that ends with its first token needs no KV.
+            max_new_tokens: 2,
             prefill: Some(Peer {
                 endpoint: format!("{prefill}:{CONTROL}"),
                 boot_id: peer.boot_id,
