@@ -10,6 +10,7 @@ mod discovery;
 mod faults;
 mod fixtures;
 mod gates;
+mod kills;
 mod knobs;
 mod leaders;
 mod nodes;
