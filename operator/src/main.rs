@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use tandem_operator::config::Config;
 use tandem_operator::operator::Operator;
-use tandem_telemetry::{Metrics, OpsServer, Readiness, init};
+use tandem_telemetry::{Metrics, OpsServer, Readiness, Traces, init};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 fn main() -> ExitCode {
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let ended = runtime.block_on(run(&config, &metrics));
+    let ended = runtime.block_on(run(&config, &metrics, traces.clone()));
     drop(runtime);
     traces.close();
     match ended {
@@ -38,12 +38,12 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(config: &Config, metrics: &Metrics) -> Result<(), Box<dyn std::error::Error>> {
+async fn run(config: &Config, metrics: &Metrics, traces: Traces) -> Result<(), Box<dyn std::error::Error>> {
     // before anything that takes time, so that no signal finds the default action
     let (terminate, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let readiness = Readiness::default();
     let _ops = OpsServer::start(config.ops_listen, metrics.clone(), readiness.clone())?;
-    let operator = Operator::start(config, metrics, readiness).await?;
+    let operator = Operator::start(config, metrics, readiness, traces).await?;
     operator.run(either(terminate, interrupt)).await?;
     Ok(())
 }

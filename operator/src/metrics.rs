@@ -67,15 +67,18 @@ pub enum PassResult {
 impl PassResult {
     const ALL: [Self; 4] = [Self::Settled, Self::Changed, Self::Waiting, Self::Failed];
 
-    fn label(self) -> PassLabel {
-        PassLabel {
-            result: match self {
-                Self::Settled => "settled",
-                Self::Changed => "changed",
-                Self::Waiting => "waiting",
-                Self::Failed => "failed",
-            },
+    /// As metrics and traces call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Settled => "settled",
+            Self::Changed => "changed",
+            Self::Waiting => "waiting",
+            Self::Failed => "failed",
         }
+    }
+
+    fn label(self) -> PassLabel {
+        PassLabel { result: self.name() }
     }
 }
 

@@ -7,9 +7,9 @@ use std::time::Duration;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config as ClientConfig};
 use tandem_plan::DefaultImages;
-use tandem_telemetry::{Readiness, State};
+use tandem_telemetry::{Readiness, State, Traces};
 use tokio::task::JoinSet;
-use tokio::time::{interval, sleep};
+use tokio::time::interval;
 
 use crate::cluster::cache::Cache;
 use crate::cluster::events::Events;
@@ -67,6 +67,7 @@ impl Operator {
         config: &Config,
         metrics: &tandem_telemetry::Metrics,
         readiness: Readiness,
+        traces: Traces,
     ) -> Result<Self, OperatorError> {
         let client_config = connect(config).await?;
         let namespace = config
@@ -102,6 +103,7 @@ impl Operator {
             },
             namespace,
             memories: Memories::default(),
+            traces,
         };
         Ok(Self {
             reconciler: Arc::new(reconciler),
@@ -157,8 +159,6 @@ impl Operator {
         while !self.reconciler.cache.synced(&all) {
             poll.tick().await;
         }
-        // What was listed is looked at even where nothing changes any more.
-        sleep(Duration::ZERO).await;
     }
 }
 

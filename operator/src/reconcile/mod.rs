@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tandem_plan::{DefaultImages, Probe};
+use tandem_telemetry::Traces;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -60,6 +61,8 @@ pub struct Reconciler {
     pub namespace: String,
     /// What was remembered of each deployment.
     pub memories: Memories,
+    /// Where spans begin: a trace for each pass.
+    pub traces: Traces,
 }
 
 /// What was remembered of each deployment.
@@ -173,6 +176,14 @@ impl Reconciler {
             self.queue.at(&key, until);
             return;
         }
+        let mut span = self.traces.work("pass");
+        span.describe(|| {
+            let (namespace, name) = (key.namespace.clone(), key.name.clone());
+            [
+                ("k8s.namespace.name", namespace.into()),
+                ("tandem.deployment", name.into()),
+            ]
+        });
         let ended = match self.pass(&key, &mut memory).await {
             Ok(ended) => {
                 memory.failures = 0;
@@ -180,6 +191,7 @@ impl Reconciler {
                 ended
             }
             Err(error) => {
+                span.fail("pass_failed", || error.to_string());
                 let conflict = matches!(&error, PassError::Write(error) if error.is_conflict());
                 memory.failures = if std::mem::take(&mut memory.advanced) {
                     1
@@ -201,6 +213,7 @@ impl Reconciler {
                 }
             }
         };
+        span.describe(|| [("tandem.result", ended.result.name().into())]);
         memory.changes = if ended.result == PassResult::Changed {
             memory.changes + 1
         } else {

@@ -127,6 +127,11 @@ impl Traces {
         span
     }
 
+    /// Begins the span of work that nobody called for: the first of its trace.
+    pub fn work(&self, name: &'static str) -> Span {
+        self.begin(None, name, SpanKind::Internal)
+    }
+
     fn begin(&self, parent: Option<SpanContext>, name: &'static str, kind: SpanKind) -> Span {
         let Some(tracing) = &self.0 else {
             return Span::passing(parent);
