@@ -297,7 +297,7 @@ async fn a_probe_waits_with_those_that_an_order_holds_or_asks_what_was_asked_bef
         .iter()
         .zip(&calls[1].prompt_tokens)
         .take_while(|(a, b)| a == b);
-    assert!(common.count() < 4, "a prefix cache could hold the second prompt");
+    assert!(common.count() < 12, "a prefix cache could hold the second prompt");
     rig.shows(PATH, json!({"queued": 1})).await;
     rig.order(PATH, json!({"mode": "admit"})).await;
     assert_eq!(held.await.unwrap().content(), "Paris");
