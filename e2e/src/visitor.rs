@@ -63,6 +63,8 @@ impl KeptAlive {
             .header("content-type", "application/json")
             .body(Full::from(body.to_string()))
             .expect("a request");
+        // the connection's own task may not have seen yet that the last answer is complete
+        self.requests.ready().await?;
         let response = self.requests.send_request(request).await?;
         let status = response.status().as_u16();
         Ok((status, response.into_body().collect().await?.to_bytes()))

@@ -12,9 +12,9 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::rig::{Front, Rig, completion};
 
 /// What has not moved for so long is stuck: `--stuck-seconds` of all runs.
-pub const STUCK: Duration = Duration::from_secs(3);
+pub const STUCK: Duration = Duration::from_secs(5);
 /// Milliseconds for each of the model's two layers: a tiny probe takes longer than [`STUCK`].
-const SLOW: &str = "slow-prefill 2500";
+const SLOW: &str = "slow-prefill 4000";
 
 /// What is planted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

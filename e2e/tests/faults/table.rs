@@ -12,7 +12,7 @@ use crate::rig::{Front, Rig, list};
 use crate::rows::{Planted, Row, STUCK};
 
 /// Probes that take so long hang.
-const HANGS: Duration = Duration::from_secs(8);
+const HANGS: Duration = Duration::from_secs(13);
 /// For one run of `tandem diagnose`: it has deadlines of its own.
 const RUN: Duration = Duration::from_mins(2);
 

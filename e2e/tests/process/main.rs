@@ -4,6 +4,7 @@
 
 mod bench;
 mod capture;
+mod connections;
 mod differential;
 mod docs;
 mod fixtures;

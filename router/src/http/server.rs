@@ -136,7 +136,8 @@ where
         let asked = Arc::clone(&asked);
         move |request| {
             asked.store(true, Ordering::Relaxed);
-            let answer = routes::answer(Arc::clone(&app), request, Arc::clone(&evidence));
+            // boxed: a connection keeps room for the work on a request, also while it has none
+            let answer = Box::pin(routes::answer(Arc::clone(&app), request, Arc::clone(&evidence)));
             async { Ok::<_, Infallible>(answer.await) }
         }
     });
