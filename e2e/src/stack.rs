@@ -49,11 +49,21 @@ impl Faults {
         format!("--faults={}", self.file().display())
     }
 
-    /// Plants these, as lines `NAME MS` or `NAME hold`, in place of what was planted; nothing clears all.
-    pub fn plant(&self, lines: &[&str]) {
-        let beside = self.0.path().join("next");
-        std::fs::write(&beside, lines.join("\n")).expect("a file");
+    /// Plants these, as lines `NAME MS` or `NAME hold`, in place of what was planted; nothing clears all. Whatever reaches the
+    /// process after this meets them.
+    pub async fn plant(&self, lines: &[&str]) {
+        let (beside, wanted) = (self.0.path().join("next"), lines.join("\n"));
+        std::fs::write(&beside, &wanted).expect("a file");
         std::fs::rename(beside, self.file()).expect("a move");
+        eventually(
+            "the process has planted it",
+            Duration::from_secs(30),
+            async || match std::fs::read_to_string(self.file().with_extension("planted")) {
+                Ok(planted) if planted == wanted => Ok(()),
+                planted => Err(format!("{planted:?}, not {wanted:?}")),
+            },
+        )
+        .await;
     }
 }
 

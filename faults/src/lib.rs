@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A number is for how many milliseconds each passer-by is held up, `hold` is for as long as the fault is planted. Write such a
-//! file beside its place and move it there: half of one is an error, and an error ends the process.
+//! file beside its place and move it there: half of one is an error, and an error ends the process. What is planted now lies in
+//! a file of the same name with `.planted` behind it, for those who have to know before they go on.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,11 +66,12 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Plants what the file says, now and whenever it changes. A file that is not there plants nothing.
 pub fn follow(path: PathBuf) -> Result<(), String> {
-    plant(&path)?;
+    let mut planted = None;
+    plant(&path, &mut planted)?;
     let watch = move || {
         loop {
             std::thread::sleep(LOOK);
-            if let Err(why) = plant(&path) {
+            if let Err(why) = plant(&path, &mut planted) {
                 eprintln!("faults: {why}");
                 std::process::exit(2);
             }
@@ -79,16 +81,24 @@ pub fn follow(path: PathBuf) -> Result<(), String> {
     thread.map(drop).map_err(|error| format!("no thread: {error}"))
 }
 
-fn plant(path: &Path) -> Result<(), String> {
+fn plant(path: &Path, last: &mut Option<String>) -> Result<(), String> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
         Err(error) => return Err(format!("{}: {error}", path.display())),
     };
+    if last.as_ref() == Some(&text) {
+        return Ok(());
+    }
     let planted = read(&text).map_err(|why| format!("{}: {why}", path.display()))?;
     for (place, millis) in PLANTED.iter().zip(planted) {
         place.store(millis, Ordering::Relaxed);
     }
+    let (beside, told) = (path.with_extension("telling"), path.with_extension("planted"));
+    std::fs::write(&beside, &text)
+        .and_then(|()| std::fs::rename(&beside, &told))
+        .map_err(|error| format!("{}: {error}", told.display()))?;
+    *last = Some(text);
     Ok(())
 }
 
@@ -157,6 +167,8 @@ mod tests {
         pass(Fault::SlowPrefill);
         std::thread::sleep(LOOK * 4);
         assert!(!held.is_finished());
+        let told = std::fs::read_to_string(path.with_extension("planted")).unwrap();
+        assert_eq!(told, "wedge-decode hold\n");
         std::fs::remove_file(&path).unwrap();
         held.join().unwrap();
     }

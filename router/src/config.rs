@@ -96,7 +96,7 @@ pub struct Config {
     #[arg(
         long,
         value_name = "SERVICE",
-        conflicts_with = "prefill",
+        conflicts_with_all = ["prefill", "decode"],
         requires = "discover_decode"
     )]
     pub discover_prefill: Option<String>,
@@ -104,10 +104,15 @@ pub struct Config {
     #[arg(long, value_name = "SERVICE", conflicts_with = "decode")]
     pub discover_decode: Option<String>,
     /// Where those Services are [default: the namespace of the kubeconfig's context, or of this pod]
-    #[arg(long, value_name = "NAMESPACE", requires = "discover_decode")]
+    #[arg(
+        long,
+        value_name = "NAMESPACE",
+        requires = "discover_decode",
+        conflicts_with = "decode"
+    )]
     pub namespace: Option<String>,
     /// How to reach their cluster [default: as the pod that this runs in]
-    #[arg(long, value_name = "FILE", requires = "discover_decode")]
+    #[arg(long, value_name = "FILE", requires = "discover_decode", conflicts_with = "decode")]
     pub kubeconfig: Option<PathBuf>,
     /// What can be changed while it runs.
     #[command(flatten)]
@@ -370,7 +375,9 @@ mod tests {
                 &["--prefill=h:1", "--discover-prefill=p", "--discover-decode=d"],
                 "--discover-prefill",
             ),
-            (&["--decode=h:1", "--kubeconfig=f"], "--discover-decode"),
+            (&["--decode=h:1", "--discover-prefill=p"], "--discover-prefill"),
+            (&["--decode=h:1", "--kubeconfig=f"], "--kubeconfig"),
+            (&["--decode=h:1", "--namespace=n"], "--namespace"),
         ] {
             let error = parsed(flags).unwrap_err().to_string();
             assert!(error.contains(named), "{flags:?}: {error}");

@@ -135,24 +135,24 @@ impl Row {
                 .await;
             }
             Self::RouterBlocked => {
-                front.faults.plant(&["block-upstream hold"]);
+                front.faults.plant(&["block-upstream hold"]).await;
                 victims.push(Box::new(front.ask(104, 20, 8)));
                 front.stuck("accept", 1, STUCK).await;
             }
             Self::PrefillSlow => {
-                rig.prefill_faults.plant(&[SLOW]);
+                rig.prefill_faults.plant(&[SLOW]).await;
                 // several chunks: it is still there when it is looked at
                 victims.push(Box::new(front.ask(105, 900, 8)));
                 front.stuck("prefill", 1, STUCK).await;
             }
             Self::PrefillDead => rig.prefill.process.kill(),
             Self::TransferStalled => {
-                rig.prefill_faults.plant(&["stall-transfer hold"]);
+                rig.prefill_faults.plant(&["stall-transfer hold"]).await;
                 victims.push(Box::new(front.ask(106, 20, 8)));
                 front.stuck("transfer", 1, STUCK).await;
             }
             Self::DecodeWedged => {
-                rig.decode_faults.plant(&["wedge-decode hold"]);
+                rig.decode_faults.plant(&["wedge-decode hold"]).await;
                 victims.push(Box::new(front.ask(107, 20, 8)));
                 front.stuck("decode", 1, STUCK).await;
             }
@@ -173,9 +173,9 @@ impl Row {
 
     /// Nothing is planted any more.
     pub async fn clear(self, rig: &mut Rig, front: &Front) {
-        front.faults.plant(&[]);
-        rig.prefill_faults.plant(&[]);
-        rig.decode_faults.plant(&[]);
+        front.faults.plant(&[]).await;
+        rig.prefill_faults.plant(&[]).await;
+        rig.decode_faults.plant(&[]).await;
         match self {
             Self::PrefillDead => rig.prefill.restart().await,
             Self::DecodeOverloaded => rig.set_max_running(32).await,
