@@ -24,12 +24,13 @@ use tokio_util::task::AbortOnDropHandle;
 pub struct KeptAlive {
     requests: SendRequest<Full<Bytes>>,
     host: String,
+    key: String,
     _connection: AbortOnDropHandle<()>,
 }
 
 impl KeptAlive {
-    /// Connects to `https://HOST:PORT`, whose certificate was signed by `ca`.
-    pub async fn open(url: &str, ca: &Path) -> Self {
+    /// Connects to `https://HOST:PORT`, whose certificate was signed by `ca`. Each request comes with `key`.
+    pub async fn open(url: &str, ca: &Path, key: &str) -> Self {
         let host = url.strip_prefix("https://").expect("an https URL");
         let addr: SocketAddr = host.parse().expect("an address");
         let mut roots = RootCertStore::empty();
@@ -52,6 +53,7 @@ impl KeptAlive {
         Self {
             requests,
             host: host.to_owned(),
+            key: format!("Bearer {key}"),
             _connection: connection,
         }
     }
@@ -60,6 +62,7 @@ impl KeptAlive {
     pub async fn complete(&mut self, body: &Value) -> Result<(u16, Bytes), hyper::Error> {
         let request = Request::post("/v1/completions")
             .header("host", &self.host)
+            .header("authorization", &self.key)
             .header("content-type", "application/json")
             .body(Full::from(body.to_string()))
             .expect("a request");

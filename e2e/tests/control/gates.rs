@@ -12,7 +12,7 @@ use crate::always;
 use crate::stage::{Stage, condition, is, is_settled, outcomes, restarts};
 
 fn short() -> Value {
-    json!({"rollout": {"gates": {"probe": {"timeoutSeconds": 6}, "health": {"timeoutSeconds": 10}}}})
+    json!({"rollout": {"gates": {"probe": {"timeoutSeconds": 15}, "health": {"timeoutSeconds": 10}}}})
 }
 
 /// Pods of this annotation do this, others behave.

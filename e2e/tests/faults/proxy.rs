@@ -42,7 +42,7 @@ async fn upstream() -> SocketAddr {
 }
 
 async fn visit(proxy: &Proxy) -> KeptAlive {
-    KeptAlive::open(&proxy.url(), &proxy.ca()).await
+    KeptAlive::open(&proxy.url(), &proxy.ca(), "none").await
 }
 
 async fn passes(visitor: &mut KeptAlive) {

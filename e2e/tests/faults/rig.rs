@@ -14,6 +14,10 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// Of the admin ports; no log, record or archive may hold it.
 pub const TOKEN: &str = "token-of-the-test-0123456789";
+/// Of clients.
+pub const KEY: &str = "key-of-the-test-0123456789";
+/// In each prompt.
+pub const MARK: &str = "quokka7431";
 /// No timer of the product ends what is planted before it was looked at.
 const PATIENT: &[&str] = &[
     "--keepalive-interval-ms=5000",
@@ -211,7 +215,17 @@ impl Front {
         let url = format!("{}/v1/completions", self.router.url());
         let body = completion(salt, words, max_tokens);
         AbortOnDropHandle::new(tokio::spawn(async move {
-            let _ = async { probe::http().post(url).json(&body).send().await?.bytes().await }.await;
+            let _ = async {
+                probe::http()
+                    .post(url)
+                    .bearer_auth(KEY)
+                    .json(&body)
+                    .send()
+                    .await?
+                    .bytes()
+                    .await
+            }
+            .await;
         }))
     }
 
@@ -225,6 +239,7 @@ impl Front {
                     let body = completion(10_000 + client * 1_000 + turn, 30, 200);
                     let answer = async {
                         http.post(&url)
+                            .bearer_auth(KEY)
                             .json(&body)
                             .send()
                             .await?
@@ -246,7 +261,7 @@ impl Front {
 /// A streamed completion, sampled, so that it does not end early.
 pub fn completion(salt: u64, words: usize, max_tokens: u32) -> Value {
     json!({
-        "model": MODEL, "prompt": salted_text(salt, words), "max_tokens": max_tokens, "temperature": 1.0, "seed": salt,
+        "model": MODEL, "prompt": format!("{MARK} {}", salted_text(salt, words)), "max_tokens": max_tokens, "temperature": 1.0, "seed": salt,
         "stream": true, "ignore_eos": true,
     })
 }

@@ -9,7 +9,7 @@ use tandem_e2e::proxy::{Plant, Proxy};
 use tandem_e2e::visitor::{KeptAlive, not_reading};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::rig::{Front, Rig, completion};
+use crate::rig::{Front, KEY, Rig, completion};
 
 /// What has not moved for so long is stuck: `--stuck-seconds` of all runs.
 pub const STUCK: Duration = Duration::from_secs(5);
@@ -104,7 +104,7 @@ impl Row {
     pub async fn plant(self, rig: &mut Rig, front: &Front) -> Planted {
         let proxy = Proxy::start(front.addr(), self.of_proxy()).await;
         let mut victims: Vec<Box<dyn Any>> = Vec::new();
-        let visit = async || KeptAlive::open(&proxy.url(), &proxy.ca()).await;
+        let visit = async || KeptAlive::open(&proxy.url(), &proxy.ca(), KEY).await;
         match self {
             Self::ClientNotReading => {
                 let mut body = completion(101, 20, 4_000);

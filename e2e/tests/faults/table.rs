@@ -1,6 +1,7 @@
 //! The table: each row alone and under load, with the client's vantage and without.
 
 use std::fmt::Write as _;
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -8,7 +9,7 @@ use tandem_e2e::bin;
 use tandem_e2e::stack::MODEL;
 use tokio::process::Command;
 
-use crate::rig::{Front, Rig, list};
+use crate::rig::{Front, KEY, MARK, Rig, TOKEN, list};
 use crate::rows::{Planted, Row, STUCK};
 
 /// Probes that take so long hang.
@@ -16,11 +17,22 @@ const HANGS: Duration = Duration::from_secs(13);
 /// For one run of `tandem diagnose`: it has deadlines of its own.
 const RUN: Duration = Duration::from_mins(2);
 
-/// One run of `tandem diagnose`.
+/// From where it is looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Vantage {
+    /// Without what a client sees.
+    Inside,
+    /// With it.
+    Via,
+    /// With it, and judged later, by an archive.
+    Captured,
+}
+
+/// One verdict.
 struct Said {
     row: Row,
     loaded: bool,
-    via: bool,
+    vantage: Vantage,
     took: Duration,
     finding: String,
     suspects: Vec<String>,
@@ -32,7 +44,8 @@ impl Said {
     /// What is wrong with it.
     fn wrong(&self) -> Option<String> {
         let expected: Vec<&str> = self.row.layer().into_iter().collect();
-        if self.via && self.suspects != expected {
+        let via = self.vantage != Vantage::Inside;
+        if via && self.suspects != expected {
             return Some(format!("names {:?}, not {expected:?}", self.suspects));
         }
         if let Some(other) = self.suspects.iter().find(|of| !expected.contains(&of.as_str())) {
@@ -41,12 +54,12 @@ impl Said {
         let says = |wanted: fn(&str) -> bool| self.summary.iter().any(|line| wanted(line));
         let missing = |what: &str| Some(format!("does not say {what:?}"));
         match self.row {
-            Row::Idle if self.via && self.finding != "no_fault" => Some(format!("finds {}", self.finding)),
+            Row::Idle if via && self.finding != "no_fault" => Some(format!("finds {}", self.finding)),
             Row::DecodeOverloaded if !says(|line| line.contains("is full and steps")) => {
                 missing("that decode is full and steps")
             }
-            Row::ProxyCuts if !self.via && !says(|line| line == CUT) => missing(CUT),
-            Row::ProxyHolds | Row::ProxyExhausted | Row::Idle if !self.via => {
+            Row::ProxyCuts if !via && !says(|line| line == CUT) => missing(CUT),
+            Row::ProxyHolds | Row::ProxyExhausted | Row::Idle if !via => {
                 let whole = if self.loaded {
                     says(progressing) && says(not_measured)
                 } else {
@@ -60,10 +73,14 @@ impl Said {
 
     fn line(&self) -> String {
         format!(
-            "{:<24}{:<8}{:<8}{:<18}{:<14}{:>5.1} s  {}",
+            "{:<24}{:<8}{:<10}{:<18}{:<14}{:>5.1} s  {}",
             self.row.name(),
             if self.loaded { "loaded" } else { "alone" },
-            if self.via { "--via" } else { "" },
+            match self.vantage {
+                Vantage::Inside => "",
+                Vantage::Via => "--via",
+                Vantage::Captured => "captured",
+            },
             self.finding,
             self.suspects.join(", "),
             self.took.as_secs_f64(),
@@ -139,10 +156,9 @@ fn a_sentence_is_told_by_its_pieces_and_numbers() {
     ));
 }
 
-async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, via): (Row, bool, bool)) -> Said {
+/// Where to look.
+fn look(rig: &Rig, front: &Front, planted: &Planted, vantage: Vantage) -> Vec<String> {
     let mut args = vec![
-        "diagnose".to_owned(),
-        "--json".to_owned(),
         format!("--router={}", front.router.url()),
         format!("--router-admin={}", front.admin),
         format!("--admin-token-file={}", rig.token().display()),
@@ -152,18 +168,31 @@ async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, via
         format!("--stuck-seconds={}", STUCK.as_secs()),
         format!("--probe-seconds={}", HANGS.as_secs()),
     ];
-    if via {
+    if vantage != Vantage::Inside {
         args.push(format!("--via={}", planted.proxy.url()));
         args.push(format!("--ca={}", planted.proxy.ca().display()));
     }
-    let began = Instant::now();
-    let run = Command::new(bin("tandem")).args(args).kill_on_drop(true).output();
+    args
+}
+
+/// Runs `tandem`.
+async fn tandem(command: &[&str], look: &[String]) -> Output {
+    let run = Command::new(bin("tandem"))
+        .args(command)
+        .args(look)
+        .kill_on_drop(true)
+        .output();
     let output = tokio::time::timeout(RUN, run).await;
-    let output = output.expect("diagnose hangs").expect("it starts");
-    let whole: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| {
-        let said = String::from_utf8_lossy(&output.stderr);
-        panic!("{}: {error}: {said}", row.name());
-    });
+    output.expect("tandem hangs").expect("it starts")
+}
+
+async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, vantage): (Row, bool, Vantage)) -> Said {
+    let began = Instant::now();
+    let look = look(rig, front, planted, vantage);
+    let whole = match vantage {
+        Vantage::Captured => captured(&look).await,
+        Vantage::Inside | Vantage::Via => json(&tandem(&["diagnose", "--json"], &look).await),
+    };
     let verdict = &whole["verdict"];
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let suspected = list(&verdict["layers"])
@@ -172,13 +201,49 @@ async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, via
     Said {
         row,
         loaded,
-        via,
+        vantage,
         took: began.elapsed(),
         finding: word(&verdict["finding"]),
         suspects: suspected.map(|layer| word(&layer["layer"])).collect(),
         summary: list(&verdict["summary"]).iter().map(word).collect(),
         whole,
     }
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)))
+}
+
+/// Captures, and judges what was captured: as it was judged then, and with nothing in it that is nobody's business.
+async fn captured(look: &[String]) -> Value {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("capture.tar");
+    let output = tandem(&["capture", &format!("--output={}", file.display())], look).await;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let archive = std::fs::read(&file).expect("an archive");
+    let holds = |text: &str| archive.windows(text.len()).any(|window| window == text.as_bytes());
+    assert!(
+        holds("last_answer_written_ms"),
+        "what it holds cannot be searched as it lies"
+    );
+    for secret in [TOKEN, KEY, MARK] {
+        assert!(!holds(secret), "the archive holds {secret}");
+    }
+    let then: Value = serde_json::from_slice(record(&archive)).expect("JSON");
+    let from = format!("--from={}", file.display());
+    let now = json(&tandem(&["diagnose", "--json", &from], &[]).await);
+    assert_eq!(now["verdict"], then["verdict"]);
+    now
+}
+
+/// The record in an archive: its header is a block of 512 bytes, which begins with the name and has the size in octal digits.
+fn record(archive: &[u8]) -> &[u8] {
+    let name = b"tandem-capture/record.json\0";
+    let at = archive.windows(name.len()).position(|window| window == name);
+    let (header, rest) = archive[at.expect("a record")..].split_at(512);
+    let size = std::str::from_utf8(&header[124..135]).expect("digits");
+    &rest[..usize::from_str_radix(size, 8).expect("octal")]
 }
 
 /// All rows on a stack of their own.
@@ -191,15 +256,16 @@ async fn column(loaded: bool) -> Vec<Said> {
         // all of them get on
         front.stuck("decode", load.len(), Duration::ZERO).await;
         let planted = row.plant(&mut rig, &front).await;
-        let without = diagnose(&rig, &front, &planted, (row, loaded, false));
-        let with = diagnose(&rig, &front, &planted, (row, loaded, true));
+        let from = |vantage| diagnose(&rig, &front, &planted, (row, loaded, vantage));
+        let inside = from(Vantage::Inside);
+        let outside = async { tokio::join!(from(Vantage::Via), from(Vantage::Captured)) };
         // probes through a proxy end as its clients do: nobody may see them who looks from inside
-        let (without, with) = if row.is_outside() {
-            (without.await, with.await)
+        let (inside, (via, captured)) = if row.is_outside() {
+            (inside.await, outside.await)
         } else {
-            tokio::join!(without, with)
+            tokio::join!(inside, outside)
         };
-        for said in [without, with] {
+        for said in [inside, via, captured] {
             println!("{}", said.line());
             all.push(said);
         }
