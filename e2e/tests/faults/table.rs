@@ -120,7 +120,10 @@ fn nothing_in_flight(line: &str) -> bool {
 }
 
 fn progressing(line: &str) -> bool {
-    is(line, &["", " requests in flight, all progressing (oldest step ", " s)"])
+    ["request", "requests"].iter().any(|word| {
+        let told = format!(" {word} in flight, all progressing (oldest step ");
+        is(line, &["", &told, " s)"])
+    })
 }
 
 /// Is `line` these pieces with numbers between them?
@@ -144,6 +147,7 @@ fn is(line: &str, pieces: &[&str]) -> bool {
 #[test]
 fn a_sentence_is_told_by_its_pieces_and_numbers() {
     assert!(progressing("8 requests in flight, all progressing (oldest step 0.1 s)"));
+    assert!(progressing("1 request in flight, all progressing (oldest step 0.0 s)"));
     assert!(!progressing(
         "8 requests in flight, 1 of them without a step (oldest step 0.1 s)"
     ));
