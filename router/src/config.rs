@@ -383,10 +383,12 @@ mod tests {
             assert!(error.contains(named), "{flags:?}: {error}");
         }
         for name in ["d", "chat-d0123456789"] {
-            assert_eq!(parsed(&["--discover-decode", name]).unwrap().check(), Ok(()));
+            let flag = format!("--discover-decode={name}");
+            assert_eq!(parsed(&[&flag]).unwrap().check(), Ok(()));
         }
         for name in ["", "D", "a,b", "-a", "a=b", &"a".repeat(64)] {
-            let error = parsed(&["--discover-decode", name]).unwrap().check().unwrap_err();
+            let flag = format!("--discover-decode={name}");
+            let error = parsed(&[&flag]).unwrap().check().unwrap_err();
             assert!(error.contains("--discover-decode"), "{name}: {error}");
         }
     }

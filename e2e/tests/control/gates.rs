@@ -83,7 +83,7 @@ fn a_hot_knob_that_is_said_to_be_taken_and_is_not_is_reverted() {
         let mut spec = short();
         spec["timeouts"] =
             json!({"drainSeconds": 4, "inflightWatchdogSeconds": 3, "stallSeconds": 2, "startupSeconds": 3});
-        spec["rollout"]["progressDeadlineSeconds"] = json!(40);
+        spec["rollout"]["progressDeadlineSeconds"] = json!(60);
         let (stage, _operator) = Stage::settled(cluster, "deaf", &[8], spec).await;
         stage.script.set(|_| Life {
             runs: Runs::Peer(Script {
