@@ -80,6 +80,7 @@ Then try:
   - the same with "stream": true, or with OpenAI's SDK and base_url="{url}/v1";
   - kill -9 one of the processes while it answers, and ask again;
   - target/release/tandem bench chat --base-url {url} --concurrency 16, which loads it with 16 requests at a time;
+  - target/release/tandem diagnose --state-dir {STATE.relative_to(ROOT)}, which says which layer is at fault, if one is;
   - {MANIFEST}, which describes what runs.
 
 Stop it:
