@@ -25,6 +25,7 @@ use crate::{pod::Pod, rules};
     namespaced,
     status = "PDDeploymentStatus",
     derive = "PartialEq",
+    annotation("helm.sh/resource-policy", "keep"),
     doc = "A model served with prefill and decode as separate processes behind one router.",
     validation = rules::NAME,
     printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),

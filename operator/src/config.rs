@@ -19,6 +19,10 @@ pub struct Config {
     /// that of the kubeconfig, or of the service account.
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub namespace: Option<String>,
+    /// A namespace whose pods may read the metrics of engines and routers; may be given several times. Not given: none may,
+    /// where the cluster enforces NetworkPolicies.
+    #[arg(long = "metrics-namespace", value_name = "NAMESPACE", value_parser = NonEmptyStringValueParser::new())]
+    pub metrics_namespaces: Vec<String>,
     /// How this operator calls itself in the lease. Not given: the host's name and a random number.
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub identity: Option<String>,

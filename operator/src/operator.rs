@@ -21,6 +21,7 @@ use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::queue::Queue;
 use crate::reconcile::{Memories, Reconciler};
+use crate::render::network::Reach;
 
 /// Between two looks at whether all watches have listed everything.
 const SYNC_POLL: Duration = Duration::from_millis(50);
@@ -101,7 +102,10 @@ impl Operator {
                 engine: config.default_engine_image.clone(),
                 router: config.default_router_image.clone(),
             },
-            namespace,
+            reach: Reach {
+                operator_namespace: namespace,
+                metrics_namespaces: config.metrics_namespaces.clone(),
+            },
             memories: Memories::default(),
             traces,
         };

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use tandem_crds::{Manifest, class};
 
-const YAML: &str = include_str!("../../pddeployments.yaml");
+const YAML: &str = include_str!("../../../charts/tandem-crds/templates/pddeployments.yaml");
 
 pub fn definition() -> Value {
     serde_json::to_value(tandem_crds::crd()).unwrap()
@@ -33,11 +33,11 @@ pub fn walk(path: &str, schema: &Value, visit: &mut impl FnMut(&str, &Value)) {
 }
 
 #[test]
-fn the_yaml_beside_the_crate_is_the_definition() {
+fn the_yaml_of_the_chart_is_the_definition() {
     let written = serde_saphyr::to_string(&tandem_crds::crd()).unwrap();
     assert!(
         written == YAML,
-        "write it anew: cargo build --release --workspace --example crd && target/release/examples/crd > crds/pddeployments.yaml"
+        "write it anew: cargo build --release --workspace --example crd && target/release/examples/crd > charts/tandem-crds/templates/pddeployments.yaml"
     );
     let read: Value = serde_saphyr::from_str(YAML).unwrap();
     assert_eq!(read["metadata"]["name"], "pddeployments.tandem.dev");

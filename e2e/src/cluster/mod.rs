@@ -139,7 +139,7 @@ impl Cluster {
 
     /// The operator's service account in a namespace, with the rights that it is shipped with and no others.
     pub async fn operator_account(&self, namespace: &str) {
-        let rules = crate::root().join("operator/rbac.yaml");
+        let rules = crate::root().join("charts/tandem/files/rbac.yaml");
         let rules = std::fs::read_to_string(&rules).expect("the operator's rules");
         let applied = self.kubectl(&["apply", "--server-side", "--filename=-"], &rules);
         assert!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));

@@ -27,7 +27,7 @@ use tandem_e2e::eventually;
 
 /// The CRD as it was installed from the committed file: once for all tests.
 async fn crd(cluster: &Cluster) -> CustomResourceDefinition {
-    let path = tandem_e2e::root().join("crds/pddeployments.yaml");
+    let path = tandem_e2e::root().join("charts/tandem-crds/templates/pddeployments.yaml");
     let text = std::fs::read_to_string(&path).expect("the committed CRD");
     let applied = cluster.kubectl(&["apply", "--server-side", "--filename=-"], &text);
     assert!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));

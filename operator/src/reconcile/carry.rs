@@ -41,7 +41,7 @@ impl Carry<'_> {
             stored.push(self.store(revision).await?);
         }
         if touches {
-            for child in around(&self.owner, self.spec, &self.reconciler.namespace) {
+            for child in around(&self.owner, self.spec, &self.reconciler.reach) {
                 self.apply(&child).await?;
             }
             self.token().await?;
@@ -342,7 +342,7 @@ impl Carry<'_> {
     async fn sweep(&mut self, plan: &Plan, stored: &[Stored]) -> Result<(), PassError> {
         let mut keep: BTreeSet<(Kind, String)> = BTreeSet::new();
         let services = self.services(&plan.workloads, stored);
-        let around = around(&self.owner, self.spec, &self.reconciler.namespace);
+        let around = around(&self.owner, self.spec, &self.reconciler.reach);
         for object in around.iter().chain(&services) {
             let name = object["metadata"]["name"].as_str().unwrap_or_default();
             keep.extend(Kind::of(object).map(|kind| (kind, name.to_owned())));

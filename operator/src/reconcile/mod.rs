@@ -30,6 +30,7 @@ use crate::cluster::write::{WriteError, Writer};
 use crate::metrics::{Metrics, PassResult};
 use crate::peers::{Known, Peers};
 use crate::queue::Queue;
+use crate::render::network::Reach;
 
 /// Settled deployments' processes are asked this often; so are the objects of others that are in the way.
 const SETTLED: Duration = Duration::from_mins(1);
@@ -57,8 +58,8 @@ pub struct Reconciler {
     pub metrics: Metrics,
     /// The images that are taken where a spec names none.
     pub images: DefaultImages,
-    /// Where the operator runs: its pods may reach all others.
-    pub namespace: String,
+    /// Who may reach the pods from other namespaces.
+    pub reach: Reach,
     /// What was remembered of each deployment.
     pub memories: Memories,
     /// Where spans begin: a trace for each pass.

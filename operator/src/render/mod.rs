@@ -25,8 +25,8 @@ use tandem_crds::{PDDeploymentSpec, Role};
 use meta::Owner;
 
 /// What stands around the workloads and follows from the spec alone: accounts, evictions, who reaches whom, and the Service
-/// for clients. `operator_namespace` is where the operator runs, who may reach all of them.
-pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, operator_namespace: &str) -> Vec<Value> {
+/// for clients.
+pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, reach: &network::Reach) -> Vec<Value> {
     let mut children = vec![
         json(network::front(owner, spec)),
         json(guard::permission(owner)),
@@ -35,7 +35,7 @@ pub fn around(owner: &Owner<'_>, spec: &PDDeploymentSpec, operator_namespace: &s
     for role in Role::ALL {
         children.push(json(guard::account(owner, role)));
         children.push(json(guard::eviction(owner, role)));
-        children.push(json(network::policy(owner, operator_namespace, role)));
+        children.push(json(network::policy(owner, reach, role)));
     }
     children
 }

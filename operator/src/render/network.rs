@@ -14,6 +14,9 @@ use tandem_crds::{PDDeploymentSpec, Role};
 use super::meta::{CONTRACT, Owner};
 use super::ports::{ADMIN, CONTROL, DATA, HTTP, OPS};
 
+/// Each namespace has its name as this label.
+const NAMESPACE: &str = "kubernetes.io/metadata.name";
+
 /// The name of the Service of a role's engines of one contract.
 pub fn engines_name(owner: &Owner<'_>, role: Role, contract: &str) -> String {
     // `k-3e90…` is unique with the first letter of the role, and the name stays a DNS label.
@@ -73,19 +76,35 @@ fn service_port(name: &str, port: u16) -> ServicePort {
     }
 }
 
+/// Which namespaces beside its own reach a deployment's pods.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reach {
+    /// Where the operator runs, which may reach all of them.
+    pub operator_namespace: String,
+    /// From where metrics may be read.
+    pub metrics_namespaces: Vec<String>,
+}
+
 /// Who may reach a role's pods: engines are for the router, for each other and for the operator; the router's API is for
-/// everybody, and so is what tells of health and metrics.
-pub fn policy(owner: &Owner<'_>, operator_namespace: &str, role: Role) -> NetworkPolicy {
+/// everybody; metrics are for the namespaces that are named. The kubelet's probes come from the node, which no policy keeps out.
+pub fn policy(owner: &Owner<'_>, reach: &Reach, role: Role) -> NetworkPolicy {
     let of = |role: Role| NetworkPolicyPeer {
         pod_selector: Some(owner.selector(role)),
         ..NetworkPolicyPeer::default()
     };
     let operator = NetworkPolicyPeer {
-        namespace_selector: Some(labelled("kubernetes.io/metadata.name", operator_namespace)),
+        namespace_selector: Some(labelled(NAMESPACE, &reach.operator_namespace)),
         pod_selector: Some(labelled("app.kubernetes.io/name", "tandem-operator")),
         ..NetworkPolicyPeer::default()
     };
-    let mut rules = vec![rule(&[OPS], None)];
+    let scrapers = reach.metrics_namespaces.iter().map(|namespace| NetworkPolicyPeer {
+        namespace_selector: Some(labelled(NAMESPACE, namespace)),
+        ..NetworkPolicyPeer::default()
+    });
+    let mut rules = Vec::new();
+    if !reach.metrics_namespaces.is_empty() {
+        rules.push(rule(&[OPS], Some(scrapers.collect())));
+    }
     match role {
         Role::Prefill => rules.push(rule(&[CONTROL, DATA], Some(vec![of(Role::Decode), of(Role::Router)]))),
         Role::Decode => rules.push(rule(&[CONTROL], Some(vec![of(Role::Router)]))),

@@ -77,7 +77,11 @@ fn the_children_of_a_plain_deployment() {
     objects.push(json(network::front(&OWNER, &spec)));
     golden("workloads", &objects);
 
-    let mut objects = around(&OWNER, &spec, "tandem-system");
+    let reach = network::Reach {
+        operator_namespace: "tandem-system".to_owned(),
+        metrics_namespaces: vec!["monitoring".to_owned()],
+    };
+    let mut objects = around(&OWNER, &spec, &reach);
     objects.extend(Role::ALL.map(|role| json(knobs::config_map(&OWNER, &spec, role))));
     objects.push(json(knobs::traffic(&OWNER, Traffic::Admit)));
     objects.push(json(guard::token(&OWNER, "0123456789abcdef0123456789abcdef")));
