@@ -1,9 +1,13 @@
 # The only entry. `make help` lists it.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-stop model build test test-long lint bench
+.PHONY: help demo demo-stop model build images cluster-up cluster-down test test-long test-node lint bench
 
 # Where the demo's router listens.
 HTTP ?= 127.0.0.1:8080
+# How many nodes a cluster on this machine has.
+NODES ?= 2
+# Where the images' binaries come from: `source` compiles them inside of the images' build, `prebuilt` takes this machine's.
+BUILD ?= prebuilt
 # Which benches run.
 BENCH ?= engine router
 # Paired rounds of each.
@@ -24,11 +28,23 @@ model: ## fetch the demo's model into .demo/models
 build: ## the binaries, into target/release
 	cargo build --release --workspace --locked --bins
 
+images: ## the container images, into target/images too (BUILD=source: compiled in the image's build)
+	@python3 scripts/images.py --build $(BUILD)
+
+cluster-up: ## as root, on Linux: Kubernetes on this machine with Tandem's images and the model (NODES=2)
+	@python3 scripts/cluster up --nodes $(NODES) --build $(BUILD)
+
+cluster-down: ## remove all of it
+	@python3 scripts/cluster down
+
 test: ## the whole suite: lints, unit, golden, process, control-plane and client tests
 	@python3 scripts/test.py
 
 test-long: ## what takes longer: soaks, numerics, a public load generator, fuzzing
 	@python3 scripts/test.py --long
+
+test-node: ## as root, on Linux: the tests on real nodes
+	@python3 scripts/test.py --tier node
 
 lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh

@@ -1,11 +1,20 @@
-"""Builds the control plane of e2e/kube (etcd, Kubernetes' servers and kubectl, as one binary) and prints its path.
+"""Builds the parts of a small Kubernetes from e2e/kube and prints the path of the one that is asked for.
 
-It takes about fifteen minutes of one core and happens once for what e2e/kube and this file hold: the binary is kept in the
-user's cache, so that a second clone builds nothing.
+| name | holds |
+| --- | --- |
+| control | etcd, Kubernetes' servers and kubectl, as one binary |
+| node | kubelet, kube-proxy and CoreDNS, as one binary |
+| helm | helm |
+| policy | kube-router, of which the firewall for NetworkPolicies is used |
 
-usage: python3 scripts/kube.py
+It takes about fifteen minutes of one core for the first, twenty for the others together, and happens once for what e2e/kube holds:
+the binaries are kept in the user's cache, so that a second clone builds nothing.
+
+usage: python3 scripts/kube.py [control | node | helm | policy]
 """
 
+import argparse
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -17,25 +26,50 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODULE = ROOT / "e2e" / "kube"
-INPUTS = [MODULE / "go.mod", MODULE / "go.sum", MODULE / "main.go", pathlib.Path(__file__).resolve()]
-# Without these it would call itself v0.0.0, and clients that ask for the version believe it.
-VERSION = {"gitVersion": "v1.34.4", "gitMajor": "1", "gitMinor": "34"}
+# Without these the servers would call themselves v0.0.0, and clients that ask for the version believe it; helm would take itself
+# for one of Kubernetes 1.20, and refuse charts that want a newer one.
+VARIABLES = {
+    "k8s.io/component-base/version": {"gitVersion": "v1.34.4", "gitMajor": "1", "gitMinor": "34"},
+    "helm.sh/helm/v3/pkg/chartutil": {"k8sVersionMajor": "1", "k8sVersionMinor": "34"},
+    "helm.sh/helm/v3/pkg/lint/rules": {"k8sVersionMajor": "1", "k8sVersionMinor": "34"},
+}
+FLAGS = "-s -w " + " ".join(f"-X {of}.{name}={value}" for of, values in VARIABLES.items() for name, value in values.items())
 LIMIT_SECONDS = 40 * 60
 
 
-def target() -> pathlib.Path:
-    """Where the binary of the files as they are is, or will be."""
-    digest = hashlib.sha256()
-    for path in INPUTS:
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return home / "tandem" / f"kube-{digest.hexdigest()[:16]}" / "kube"
+@dataclasses.dataclass(frozen=True)
+class Part:
+    name: str
+    module: pathlib.Path
+    package: str
+    binary: str  # the file's name
+
+    def target(self) -> pathlib.Path:
+        """Where the binary of the files as they are is, or will be."""
+        digest = hashlib.sha256(FLAGS.encode())
+        inputs = [self.module / name for name in ("go.mod", "go.sum")] + ([self.module / "main.go"] if self.package == "." else [])
+        for path in inputs:
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        return home / "tandem" / f"kube-{self.name}-{digest.hexdigest()[:16]}" / self.binary
 
 
-def lacking() -> str | None:
-    """What this machine lacks to have the binary, or None."""
-    if target().exists():
+PARTS = {
+    part.name: part
+    for part in [
+        Part("control", MODULE, ".", "kube"),
+        # With a go.mod of its own, for what only it needs would change what the control plane is built from.
+        Part("node", MODULE / "node", ".", "node"),
+        Part("helm", MODULE / "node", "helm.sh/helm/v3/cmd/helm", "helm"),
+        Part("policy", MODULE / "policy", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", "kube-router"),
+    ]
+}
+
+
+def lacking(names: tuple[str, ...] = ("control",)) -> str | None:
+    """What this machine lacks to have the parts, or None."""
+    if all(PARTS[name].target().exists() for name in names):
         return None
     if not sys.platform.startswith("linux"):
         return f"etcd and Kubernetes' servers are built for Linux only, this is {sys.platform}"
@@ -44,15 +78,14 @@ def lacking() -> str | None:
     return None
 
 
-def build(binary: pathlib.Path) -> None:
+def compile_part(part: Part, binary: pathlib.Path) -> None:
     """Builds beside the place of the binary and renames, so that what is there is whole."""
-    print(f"building the control plane of e2e/kube into {binary} (once; about 10 minutes on two cores)", file=sys.stderr)
-    flags = " ".join(f"-X k8s.io/component-base/version.{name}={value}" for name, value in VERSION.items())
+    print(f"building {part.name} of e2e/kube into {binary} (once; several minutes)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=binary.parent) as folder:
-        partial = pathlib.Path(folder) / "kube"
+        partial = pathlib.Path(folder) / part.binary
         subprocess.run(
-            ["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", f"-s -w {flags}", "-o", str(partial), "."],
-            cwd=MODULE,
+            ["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", FLAGS, "-o", str(partial), part.package],
+            cwd=part.module,
             # The Go that is installed, and exactly the module versions that are committed.
             env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"},
             stdout=sys.stderr,
@@ -62,10 +95,12 @@ def build(binary: pathlib.Path) -> None:
         partial.replace(binary)
 
 
-def main() -> None:
-    binary = target()
-    if reason := lacking():
-        sys.exit(f"error: the control plane for tests cannot be built here: {reason}")
+def build(name: str) -> pathlib.Path:
+    """The path of a part's binary, which is built if it is not there. Ends the program where that cannot be."""
+    part = PARTS[name]
+    binary = part.target()
+    if reason := lacking((name,)):
+        sys.exit(f"error: {name} of e2e/kube cannot be built here: {reason}")
     if not binary.exists():
         binary.parent.mkdir(parents=True, exist_ok=True)
         # Of two that want it at once the second waits, and finds it built.
@@ -73,12 +108,18 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not binary.exists():
                 try:
-                    build(binary)
+                    compile_part(part, binary)
                 except subprocess.CalledProcessError as failed:
-                    sys.exit(f"error: go build of e2e/kube failed with status {failed.returncode}; its words are above")
+                    sys.exit(f"error: go build of e2e/kube, {name}, failed with status {failed.returncode}; its words are above")
                 except subprocess.TimeoutExpired:
-                    sys.exit(f"error: go build of e2e/kube was not done after {LIMIT_SECONDS // 60} minutes")
-    print(binary)
+                    sys.exit(f"error: go build of e2e/kube, {name}, was not done after {LIMIT_SECONDS // 60} minutes")
+    return binary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="builds parts of a small Kubernetes")
+    parser.add_argument("part", nargs="?", choices=PARTS, default="control")
+    print(build(parser.parse_args().part))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The whole suite, tier by tier: prints each tier's time and, last, one line that counts every test of every tier.
 
-usage: python3 scripts/test.py [--long]
+usage: python3 scripts/test.py [--long] [--tier NAME]
 
-`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator, fuzzing), in
-place of it. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is
+`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator, fuzzing, real
+nodes), in place of it; `--tier` runs one tier of either. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is
 a failure. The closing line is also written to target/test-summary, for .ci/run.
 """
 
@@ -41,6 +41,12 @@ def lacks_control_plane() -> str | None:
     return kube.lacking()
 
 
+def lacks_nodes() -> str | None:
+    if sys.platform.startswith("linux") and os.geteuid() == 0:
+        return kube.lacking(tuple(kube.PARTS))
+    return "namespaces, mounts and cgroups of its own need Linux and root"
+
+
 # One build of everything comes first: the tests start the very binaries that are shipped.
 BUILD = [
     Tier("model", ["sh", "-c", "scripts/venv.sh && .venv/bin/python scripts/model.py"], 20, counts=False),
@@ -69,6 +75,9 @@ EVERYDAY = [
 LONG = [
     Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 75),
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
+    # One of them asks with OpenAI's SDK.
+    Tier("node", ["sh", "-c", f"scripts/venv.sh e2e/python/requirements.txt && exec {' '.join([*CARGO_TEST, '--test', 'node', *ALONE])}"],
+         90, lacks=lacks_nodes),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
     # 10 minutes a reader, and a build with coverage counters before them
@@ -157,13 +166,17 @@ def judged(tier: Tier, counts: Counts) -> Counts:
 def main() -> int:
     parser = argparse.ArgumentParser(description="runs the whole suite")
     parser.add_argument("--long", action="store_true", help="run what takes longer in place of the everyday suite")
+    parser.add_argument("--tier", choices=[tier.name for tier in EVERYDAY + LONG], help="run this one alone, after the build")
     args = parser.parse_args()
+    tiers = LONG if args.long else EVERYDAY
+    if args.tier:
+        tiers = [tier for tier in EVERYDAY + LONG if tier.name == args.tier]
 
     SUMMARY.parent.mkdir(exist_ok=True)
     SUMMARY.unlink(missing_ok=True)
     env = os.environ | {"TANDEM_TEST_MODEL": str(ROOT / ".demo" / "models" / "smollm2" / "model.gguf")}
     total, rows = Counts(), []
-    for tier in BUILD + (LONG if args.long else EVERYDAY):
+    for tier in BUILD + tiers:
         begin = time.monotonic()
         counts = run(tier, env)
         total.add(counts)

@@ -10,6 +10,7 @@
 //! | [`shallow`] | a model with fewer layers than it has |
 //! | [`relay`] | a TCP relay that counts by the kernel's own counters, stops after so many bytes, or is cut |
 //! | [`cluster`] | a Kubernetes control plane with scripted nodes |
+//! | [`node`] | a Kubernetes of real nodes on this machine |
 //! | [`probe`] | what `/metrics`, `WatchLoad` and `/proc` say |
 //!
 //! The timers are the product's own, set short by flags. Nothing here replaces a part of the product.
@@ -19,6 +20,7 @@
 
 pub mod client;
 pub mod cluster;
+pub mod node;
 pub mod probe;
 pub mod process;
 pub mod proxy;

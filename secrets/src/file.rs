@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 /// Larger files are the wrong ones.
@@ -88,13 +88,33 @@ impl SecretFile {
         let Ok(found) = std::fs::metadata(&self.path) else {
             return;
         };
-        let mode = found.permissions().mode() & 0o777;
-        if mode & 0o077 != 0 {
+        let mode = found.mode() & 0o777;
+        if too_open(mode, found.uid()) {
             tracing::warn!(
                 "{} {} has mode {mode:03o}: others than its owner may use it; chmod 600 it",
                 self.flag,
                 self.path.display()
             );
+        }
+    }
+}
+
+/// Whether others than its readers may use a file. What is root's is handed to its readers by their group: Kubernetes' way.
+fn too_open(mode: u32, owner: u32) -> bool {
+    let meant = if owner == 0 { 0o740 } else { 0o700 };
+    mode & !meant != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::too_open;
+
+    #[test]
+    fn a_secret_that_a_pod_mounts_is_not_called_open_and_a_users_own_is() {
+        assert!(!too_open(0o440, 0), "as Kubernetes mounts it");
+        assert!(!too_open(0o600, 1000));
+        for (mode, owner) in [(0o640, 1000), (0o644, 0), (0o460, 0), (0o644, 1000)] {
+            assert!(too_open(mode, owner), "{mode:o} of {owner}");
         }
     }
 }
