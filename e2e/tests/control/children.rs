@@ -52,7 +52,11 @@ pub(crate) fn children(object: &PDDeployment) -> Vec<Value> {
     let spec = &object.spec;
     let inputs = Inputs::of(spec);
     let contract = inputs.contract();
-    let mut children = around(&owner, spec, "tandem-system");
+    let reach = network::Reach {
+        operator_namespace: "tandem-system".into(),
+        metrics_namespaces: Vec::new(),
+    };
+    let mut children = around(&owner, spec, &reach);
     children.extend(Role::ALL.map(|role| sent(knobs::config_map(&owner, spec, role))));
     children.push(sent(knobs::traffic(&owner, Traffic::Admit)));
     children.push(sent(guard::token(&owner, &"t".repeat(32))));
