@@ -13,6 +13,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +61,7 @@ PYTEST_OF = "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m 
 # Engine and router once more, with faults that tests plant; their dependencies are the same.
 FAULTS = ["--features", "tandem-engine/faults,tandem-router/faults"]
 BUILD_FAULTS = ["cargo", "build", "--release", "--workspace", "--locked", *FAULTS]
+KUBE = Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane)
 EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
     Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
@@ -67,13 +69,26 @@ EVERYDAY = [
     Tier("build faults", [*BUILD_FAULTS, "--bin", "tandem-engine-faults", "--bin", "tandem-router-faults"], 30, counts=False),
     # its output is the table of what was planted and what was found
     Tier("faults", [*CARGO_TEST, "--test", "faults", *ALONE, "--nocapture"], 15),
-    Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane),
-    # They wait more than they compute.
-    Tier("control plane", [*CARGO_TEST, "--test", "control", "--", "--test-threads=6"], 20, lacks=lacks_control_plane),
+    KUBE,
+    # They wait more than they compute. Some print what they have measured.
+    Tier("control plane", [*CARGO_TEST, "--test", "control", "--", "--test-threads=6", "--show-output"], 20, lacks=lacks_control_plane),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
 ]
+
+
+def control(name: str, filter: str, limit_minutes: int, **env: str) -> Tier:
+    """Some of the control plane's tests, with more to do than every day."""
+    given = "".join(f"export {key}={value}; " for key, value in env.items())
+    command = [*CARGO_TEST, "--test", "control", "--", "--nocapture", filter]
+    return Tier(name, ["sh", "-c", given + "exec " + shlex.join(command)], limit_minutes, lacks=lacks_control_plane)
+
+
 LONG = [
     Tier("soak", [*CARGO_TEST, "--test", "long", *ALONE], 75),
+    KUBE,
+    control("scale of 200", "scale::", 30, TANDEM_TEST_DEPLOYMENTS="200"),
+    control("scale of 1000", "scale::", 90, TANDEM_TEST_DEPLOYMENTS="1000"),
+    control("kills", "kills::", 60, TANDEM_TEST_KILLS="each"),
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
     # One of them asks with OpenAI's SDK.
     Tier("node", ["sh", "-c", f"scripts/venv.sh e2e/python/requirements.txt && exec {' '.join([*CARGO_TEST, '--test', 'node', *ALONE])}"],

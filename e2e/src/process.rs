@@ -103,10 +103,33 @@ impl Process {
 
     /// Resident memory in MiB.
     pub fn rss_mib(&self) -> f64 {
+        self.memory_mib("VmRSS:")
+    }
+
+    /// The most that was ever resident, in MiB.
+    pub fn peak_rss_mib(&self) -> f64 {
+        self.memory_mib("VmHWM:")
+    }
+
+    fn memory_mib(&self, field: &str) -> f64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("/proc of a child");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let line = status.lines().find_map(|line| line.strip_prefix(field));
         let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<f64>().ok());
-        kib.expect("VmRSS in kB") / 1024.0
+        kib.unwrap_or_else(|| panic!("{field} in kB in {status}")) / 1024.0
+    }
+
+    /// Seconds that it has computed.
+    pub fn cpu_seconds(&self) -> f64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).expect("/proc of a child");
+        // after the name, which may hold spaces: the 14th and 15th field
+        let fields = stat
+            .rsplit_once(')')
+            .map_or("", |(_, fields)| fields)
+            .split_whitespace();
+        let ticks: Vec<f64> = fields.skip(11).take(2).filter_map(|field| field.parse().ok()).collect();
+        // SAFETY: it only reads a constant of the system.
+        let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+        ticks.iter().sum::<f64>() / per_second as f64
     }
 
     /// Open file descriptors.

@@ -21,6 +21,8 @@ pub struct Options {
     pub router_image: String,
     /// How to reach the API server.
     pub kubeconfig: PathBuf,
+    /// Another one takes over so long after it was last heard of; in whole seconds.
+    pub lease: Duration,
 }
 
 /// An operator process.
@@ -31,9 +33,8 @@ pub struct Operator {
     ops: u16,
 }
 
-/// An operator whose lease was not renewed for so long is taken for dead. It ends by itself before that, and nobody starts it again
-/// here: long enough for a busy machine.
-pub const LEASE: Duration = Duration::from_secs(10);
+/// Where only one operator runs. A write may begin for two thirds of a lease: of a short one a busy machine leaves too little.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// The name of its account.
 pub const ACCOUNT: &str = "tandem-operator";
@@ -48,6 +49,7 @@ impl Options {
             engine_image: "tandem.test/engine:1".into(),
             router_image: "tandem.test/router:1".into(),
             kubeconfig: cluster.token(namespace, ACCOUNT).await,
+            lease: LEASE,
         }
     }
 
@@ -66,7 +68,7 @@ impl Operator {
             format!("--watch-namespace={}", options.namespace),
             format!("--namespace={}", options.namespace),
             format!("--identity={}", options.identity),
-            format!("--lease-seconds={}", LEASE.as_secs()),
+            format!("--lease-seconds={}", options.lease.as_secs()),
             format!("--default-engine-image={}", options.engine_image),
             format!("--default-router-image={}", options.router_image),
             format!("--ops-listen=127.0.0.1:{ops}"),

@@ -17,6 +17,7 @@ mod nodes;
 mod order;
 mod processes;
 mod quiet;
+mod scale;
 mod stage;
 mod supersede;
 
