@@ -111,7 +111,7 @@ def run(command: list, limit: int, log: pathlib.Path | None = None) -> str:
 
 def debian() -> pathlib.Path:
     """The root of a small Debian 12, as an archive; made once."""
-    archive = CACHE / "debian-bookworm.tar"
+    archive = CACHE / "debian-bookworm-updated.tar"
     if archive.exists():
         return archive
     print("making a Debian 12 with debootstrap (once; about a minute)", file=sys.stderr)
@@ -119,6 +119,11 @@ def debian() -> pathlib.Path:
     rootfs, partial = CACHE / f"debian-bookworm-{os.getpid()}", archive.with_suffix(f".{os.getpid()}")
     try:
         run(["debootstrap", "--variant=minbase", "bookworm", rootfs], 900, CACHE / "debian-bookworm.log")
+        # As in the public image: what was mended since the release, a newer Rust among it.
+        sources = rootfs / "etc" / "apt" / "sources.list"
+        mirror = sources.read_text().split()[1].rstrip("/")
+        with sources.open("a") as file:
+            file.write(f"deb {mirror} bookworm-updates main\ndeb {mirror}-security bookworm-security main\n")
         for folder in SLIM:
             for entry in (rootfs / folder).iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -108,10 +108,14 @@ class Cluster:
         for each in self.nodes:
             self.ready(each)
             each.advertise(self.plane, GPUS)
+            each.start_firewall()
         step("nodes ready")
         self.plane.apply(self.claim())
         shutil.copy(self.pki.kubeconfig("admin"), self.state / "kubeconfig")
         step("the claim of the model")
+        for each in self.machines():
+            for service in each.ended():
+                sys.exit(f"error: {service} has ended; {each.said(service)}")
         self.say()
 
     def ready(self, each: node.Node) -> None:

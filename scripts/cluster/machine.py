@@ -85,6 +85,11 @@ class Machine:
         first = ["nice", "-n", "-10"] if urgent else []
         (self.folder / "services" / service).write_text(str(self.spawn(service, [*first, *self.inside(), *command])))
 
+    def ended(self) -> list[str]:
+        """The programs that were started and do not run any more."""
+        services = (self.folder / "services").iterdir()
+        return [service.name for service in services if not children(int(service.read_text()))]
+
     def kill(self, service: str) -> None:
         """Kills a program that was started, and nothing that it has started."""
         try:

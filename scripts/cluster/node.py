@@ -54,9 +54,12 @@ class Node:
         proxy = [f"--kubeconfig={self.pki.kubeconfig('system:kube-proxy')}", f"--hostname-override={machine.name}", f"--cluster-cidr={PODS}"]
         proxy += ["--proxy-mode=iptables", "--conntrack-max-per-core=0", "--oom-score-adj=0"]
         machine.start("kube-proxy", self.bin / "kube-proxy", *proxy)
-        firewall = [f"--kubeconfig={self.pki.kubeconfig('firewall')}", f"--hostname-override={machine.name}"]
-        firewall += ["--run-firewall=true", "--run-router=false", "--run-service-proxy=false", "--run-loadbalancer=false"]
-        machine.start("kube-router", self.bin / "kube-router", *firewall, f"--service-cluster-ip-range={control.SERVICES}")
+
+    def start_firewall(self) -> None:
+        """Enforces NetworkPolicies; it ends at once if the API server does not know the node yet."""
+        flags = [f"--kubeconfig={self.pki.kubeconfig('firewall')}", f"--hostname-override={self.machine.name}"]
+        flags += ["--run-firewall=true", "--run-router=false", "--run-service-proxy=false", "--run-loadbalancer=false"]
+        self.machine.start("kube-router", self.bin / "kube-router", *flags, f"--service-cluster-ip-range={control.SERVICES}")
 
     def start_containerd(self) -> None:
         config = f"--config={self.machine.folder / 'containerd.toml'}"

@@ -106,7 +106,7 @@ async fn end(url: &str, body: &serde_json::Value, streamed: bool) -> Result<End,
         .await;
     let response = sent.map_err(|error| format!("no answer: {error:?}"))?;
     let status = response.status().as_u16();
-    if [429, 503].contains(&status) {
+    if [429, 502, 503, 504].contains(&status) {
         return Ok(End::Refused(status));
     }
     let mut text = Vec::new();

@@ -31,8 +31,11 @@ fn a_hot_knob_touches_no_pod_and_is_what_the_process_says() {
         let stage = Stage::serving(nodes, "knob", json!({})).await;
         let before: Vec<_> = Role::ALL.map(|role| stage.incarnation(role)).to_vec();
         stage.edit(json!({"decode": {"knobs": {"maxRunning": 7}}})).await;
-        let chat = stage.promoted().await;
-        assert_eq!(is(&chat, "KnobsLive"), "True");
+        stage.promoted().await;
+        // A condition that has just turned does not turn again within a minute.
+        stage
+            .until("the knobs are seen live", |chat| is(chat, "KnobsLive") == "True")
+            .await;
         assert_eq!(Role::ALL.map(|role| stage.incarnation(role)).to_vec(), before);
         let pod = stage.pod(Role::Decode);
         let target = format!("pod/{}", pod["metadata"]["name"].as_str().expect("a name"));

@@ -43,7 +43,11 @@ fn judge(requests: &[Request]) {
     assert!(answered > 0, "{requests:?}");
     for one in requests {
         assert!(!matches!(one.end, End::Broken(_)), "{one:?}");
-        assert!(one.took < CLOSED, "open for too long: {one:?}");
+        // An answer takes as long as a busy machine needs; to be told that there is none does not.
+        assert!(
+            one.end == End::Answered || one.took < CLOSED,
+            "open for too long: {one:?}"
+        );
     }
 }
 

@@ -2,8 +2,9 @@
 
 use serde_json::json;
 use tandem_crds::Role;
+use tandem_e2e::eventually;
 use tandem_e2e::node::serving::Stage;
-use tandem_e2e::node::{self, Nodes};
+use tandem_e2e::node::{self, LIMIT, Nodes};
 
 /// Whether a process in a pod's network reaches a port of another pod within two seconds.
 fn reaches(nodes: &Nodes, stage: &Stage, from: Role, to: Role, port: u16) -> bool {
@@ -34,8 +35,17 @@ fn roles_reach_each_other_by_the_ports_that_they_need_and_by_no_others() {
             (Role::Prefill, Role::Decode, 7104, false),
             (Role::Decode, Role::Router, 7104, false),
         ] {
-            let found = reaches(nodes, &stage, from, to, port);
-            assert_eq!(found, wanted, "from {from:?} to {to:?}, port {port}");
+            // The firewall follows new pods a moment later.
+            let what = format!("from {from:?} to {to:?}, port {port}: {wanted}");
+            eventually(&what, LIMIT, async || {
+                let found = reaches(nodes, &stage, from, to, port);
+                if found == wanted {
+                    Ok(())
+                } else {
+                    Err(found.to_string())
+                }
+            })
+            .await;
         }
         stage.remove().await;
     });
