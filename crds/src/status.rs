@@ -7,6 +7,18 @@ use kube_derive::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// The types of the conditions.
+pub const CONDITIONS: [&str; 8] = [
+    "Ready",
+    "Available",
+    "Progressing",
+    "Stalled",
+    "KnobsLive",
+    "CapacitySatisfied",
+    "TransferHealthy",
+    "ClientPathHealthy",
+];
+
 /// What was observed, with the generation that was planned on.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[x_kube(crates(kube_core = "::kube_core"))]

@@ -1,12 +1,17 @@
 //! `tandem_operator_*`. No label takes a value from outside.
 
-use prometheus_client::encoding::EncodeLabelSet;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use tandem_crds::status::CONDITIONS;
 use tandem_telemetry::initialise;
 
+use crate::cluster::cache::Cache;
 use crate::cluster::kinds::Kind;
 
 /// `result`: settled, changed, waiting or failed.
@@ -92,9 +97,33 @@ pub const CALLS: [&str; 6] = [
     "probe",
 ];
 
+/// Counts deployments by what their conditions say, when it is read.
+#[derive(Debug)]
+struct Conditions(Arc<Cache>);
+
+impl Collector for Conditions {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let counts = self.0.conditions();
+        let mut family = encoder.encode_descriptor(
+            "conditions",
+            "Deployments by what their conditions say",
+            None,
+            ConstGauge::new(0_i64).metric_type(),
+        )?;
+        for condition in CONDITIONS {
+            for status in ["True", "False", "Unknown"] {
+                let count = counts.get(&(condition.to_owned(), status.to_owned()));
+                let labels = [("condition", condition), ("status", status)];
+                ConstGauge::new(count.copied().unwrap_or(0)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Metrics {
     /// Registers all of it, once per process.
-    pub fn register(metrics: &tandem_telemetry::Metrics) -> Self {
+    pub fn register(metrics: &tandem_telemetry::Metrics, cache: &Arc<Cache>) -> Self {
         let all = Self {
             passes: Family::default(),
             // 1 ms to 32 s
@@ -142,6 +171,7 @@ impl Metrics {
                 all.repairs.clone(),
             );
             registry.register("calls", "Calls of engines and routers", all.calls.clone());
+            registry.register_collector(Box::new(Conditions(Arc::clone(cache))));
             registry.register("watch_errors", "Watches that were cut", all.watch_errors.clone());
             registry.register("deployments", "Deployments that are there", all.deployments.clone());
             registry.register(

@@ -76,10 +76,10 @@ impl Operator {
             .clone()
             .unwrap_or_else(|| client_config.default_namespace.clone());
         let client = Client::try_from(client_config).map_err(Box::new)?;
-        let metrics = Metrics::register(metrics);
         let identity = config.identity.clone().unwrap_or_else(identity);
         let leadership = Leadership::new(Duration::from_secs(config.lease_seconds.into()));
         let (cache, queue) = (Arc::new(Cache::default()), Arc::new(Queue::default()));
+        let metrics = Metrics::register(metrics, &cache);
         let writer = Writer::new(client.clone(), Arc::clone(&cache), leadership.clone(), metrics.clone());
         let watches = Watches::new(
             client.clone(),

@@ -123,6 +123,18 @@ impl Cache {
         (there, inner.broken.len())
     }
 
+    /// How many deployments say so of each condition: its type, and its status.
+    pub fn conditions(&self) -> BTreeMap<(String, String), i64> {
+        let mut counts = BTreeMap::new();
+        for object in self.lock().views.values().filter_map(|view| view.object.as_ref()) {
+            for condition in object.status.iter().flat_map(|status| &status.conditions) {
+                let says = (condition.type_.clone(), condition.status.clone());
+                *counts.entry(says).or_default() += 1;
+            }
+        }
+        counts
+    }
+
     /// Puts in a deployment. Whether that is news.
     pub fn put_deployment(&self, key: &Key, object: PDDeployment) -> bool {
         let mut inner = self.lock();

@@ -78,3 +78,37 @@ fn a_deployment_that_cannot_be_read_is_no_deployment_until_it_can() {
     assert!(cache.put_deployment(&key(), object));
     assert_eq!(cache.counts(), (1, 0));
 }
+
+#[test]
+fn deployments_are_counted_by_what_their_conditions_say() {
+    let cache = Cache::default();
+    let deployment = |name: &str, ready: &str| -> (Key, tandem_crds::PDDeployment) {
+        let object = json!({
+            "apiVersion": "tandem.dev/v1alpha1", "kind": "PDDeployment",
+            "metadata": {"name": name, "namespace": "serving", "resourceVersion": "5"},
+            "spec": {"model": {"name": "m", "source": {"pvc": {"claimName": "c", "path": "p"}}}},
+            "status": {"conditions": [{
+                "type": "Ready", "status": ready, "reason": "Because", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }]},
+        });
+        let key = Key {
+            namespace: "serving".into(),
+            name: name.into(),
+        };
+        (key, serde_json::from_value(object).expect("a deployment"))
+    };
+    for (name, ready) in [("a", "True"), ("b", "False"), ("c", "True")] {
+        let (key, object) = deployment(name, ready);
+        cache.put_deployment(&key, object);
+    }
+    let says = |status: &str| {
+        cache
+            .conditions()
+            .get(&("Ready".to_owned(), status.to_owned()))
+            .copied()
+    };
+    assert_eq!((says("True"), says("False"), says("Unknown")), (Some(2), Some(1), None));
+    let (key, _) = deployment("c", "");
+    cache.remove(Watched::Deployments, &key, "c");
+    assert_eq!(says("True"), Some(1), "one that is gone");
+}

@@ -60,6 +60,8 @@ fn ready(sim: &Sim) {
     assert_eq!(sim.condition("Available"), "True", "{:#?}", sim.status);
     assert_eq!(sim.condition("Stalled"), "False");
     assert_eq!(sim.world.order, Some(Traffic::Admit));
+    let types = sim.status.conditions.iter().map(|condition| condition.type_.as_str());
+    assert!(types.eq(tandem_crds::status::CONDITIONS), "metrics count these");
     for condition in &sim.status.conditions {
         let may = ["TransferHealthy", "ClientPathHealthy"].contains(&condition.type_.as_str());
         assert!(condition.status != "Unknown" || may, "{condition:?}");
