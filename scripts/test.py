@@ -72,6 +72,8 @@ EVERYDAY = [
     KUBE,
     # They wait more than they compute. Some print what they have measured.
     Tier("control plane", [*CARGO_TEST, "--test", "control", "--", "--test-threads=6", "--show-output"], 20, lacks=lacks_control_plane),
+    # for the tests of the charts, which are among those of the clients
+    Tier("helm", ["python3", "scripts/kube.py", "helm"], 30, counts=False, lacks=lambda: kube.lacking(("helm",))),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
 ]
 

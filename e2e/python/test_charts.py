@@ -15,13 +15,18 @@ import yaml
 from conftest import BIN, ROOT, Stack, free_port, model_file
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+sys.path.insert(0, str(ROOT / "scripts"))
+import kube  # noqa: E402
+
 CHART = ROOT / "charts" / "tandem"
 MONITORED = ["--set", "metrics.podMonitor.enabled=true,metrics.alerts.enabled=true,metrics.dashboard.enabled=true"]
 
 
 @pytest.fixture(scope="session")
 def helm() -> str:
-    return subprocess.check_output([sys.executable, ROOT / "scripts" / "kube.py", "helm"], text=True).strip()
+    if reason := kube.lacking(("helm",)):
+        pytest.skip(reason)
+    return str(kube.build("helm"))
 
 
 def render(helm: str, *args: str, release: str = "tandem") -> list[dict]:
