@@ -1,16 +1,18 @@
 """`make bench`: engine and router beside their peers, as tables and as a file in bench/history.
 
-usage: run.py [engine] [router] [numerics] [load] [--rounds 5]      (default: engine router)
+usage: run.py [engine] [router] [numerics] [load] [accounting] [--rounds 5]      (default: engine router)
 - engine: tokens/s beside llama.cpp
 - router: CPU time beside vllm-router and SMG
 - numerics: how far from f32 the logits are, beside llama.cpp's
 - load: a public load generator against the whole
+- accounting: instructions of a request with and without the router's account of it; wants valgrind
 Builds what is missing: the binaries, the model, the peers (outside the clone, once).
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,7 +69,20 @@ def load(_rounds, out):
     do(peer("load"), "bench/load.py", "--bin", BIN, "--model", MODEL, "--json", out)
 
 
-PARTS = {"engine": engine, "router": router, "numerics": numerics, "load": load}
+def accounting(_rounds, out):
+    # the same program, built anew with the account and last, so that what lies there is what is shipped
+    build = ("cargo", "build", "--release", "--workspace", "--locked", "--bin", "tandem-router")
+    without = Path(out).with_suffix(".router")
+    do(*build, "--features", "tandem-router/unaccounted")
+    shutil.copy(BIN / "tandem-router", without)
+    do(*build)
+    do(
+        sys.executable, "bench/accounting.py", "--overhead", BIN / "examples" / "overhead", "--tokenizer", MODEL,
+        "--with", BIN / "tandem-router", "--without", without, "--json", out,
+    )  # fmt: skip
+
+
+PARTS = {"engine": engine, "router": router, "numerics": numerics, "load": load, "accounting": accounting}
 # Speed changes from commit to commit and is kept; the others pass or fail.
 KEPT = ("engine", "router")
 

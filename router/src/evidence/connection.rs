@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use http::Version;
 use parking_lot::Mutex;
 
+use super::KEPT;
 use super::registry::{Clock, Map};
 use super::stage::{Ledger, Spent, Stage};
 
@@ -162,6 +163,9 @@ impl Connection {
     /// A request's head has come.
     pub fn begin(&self, version: Version, open: Open) -> Arc<Open> {
         let open = Arc::new(open);
+        if !KEPT {
+            return open;
+        }
         let came = open.came;
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
@@ -178,6 +182,9 @@ impl Connection {
 
     /// Its answer is complete or will never be.
     pub fn end(&self, open: &Arc<Open>, answered: bool) {
+        if !KEPT {
+            return;
+        }
         let now = Instant::now();
         let mut state = self.state.lock();
         state.open.retain(|other| !Arc::ptr_eq(other, open));
@@ -193,6 +200,17 @@ impl Connection {
         self.unanswered.fetch_sub(1, Ordering::Release);
     }
 
+    /// Is there a request whose answer is not complete?
+    pub fn unanswered(&self) -> bool {
+        self.unanswered.load(Ordering::Acquire) > 0
+    }
+
+    /// Since when it is kept alive between two requests, if it is.
+    pub fn idle_since(&self) -> Option<Instant> {
+        let (standing, since) = self.state.lock().standing(self.opened, self.opened);
+        (standing == Standing::Idle).then_some(since)
+    }
+
     /// Nobody but probes has asked anything on it.
     pub fn probes_only(&self) -> bool {
         self.state.lock().probes_only
@@ -200,7 +218,7 @@ impl Connection {
 
     /// Bytes came.
     pub fn read(&self) {
-        if self.unanswered.load(Ordering::Relaxed) > 0 {
+        if !KEPT || self.unanswered.load(Ordering::Relaxed) > 0 {
             return;
         }
         let mut state = self.state.lock();
@@ -212,11 +230,17 @@ impl Connection {
 
     /// The kernel has taken none of `bytes`.
     pub fn blocks(&self, bytes: usize) {
+        if !KEPT {
+            return;
+        }
         self.state.lock().blocked = Some((Instant::now(), bytes));
     }
 
     /// It takes bytes again, or the connection ends.
     pub fn flows(&self) {
+        if !KEPT {
+            return;
+        }
         let mut state = self.state.lock();
         if let Some((since, _)) = state.blocked.take() {
             state.blocked_for += since.elapsed();
@@ -225,7 +249,7 @@ impl Connection {
 
     /// The kernel has everything that was to be written.
     pub fn flushed(&self) {
-        if self.unanswered.load(Ordering::Acquire) == 0 && self.to_be_written.load(Ordering::Relaxed) {
+        if KEPT && self.unanswered.load(Ordering::Acquire) == 0 && self.to_be_written.load(Ordering::Relaxed) {
             self.to_be_written.store(false, Ordering::Relaxed);
             self.written.now();
         }

@@ -19,3 +19,6 @@ pub use badge::Badges;
 pub use connection::{Connection, Open, Standing};
 pub use registry::{ConnectionsByState, Ended, Registry};
 pub use stage::{Ledger, Spent, Stage, Stay};
+
+/// False only in a build that measures what the accounting costs (`bench/accounting.py`): it writes nothing down.
+pub(crate) const KEPT: bool = !cfg!(feature = "unaccounted");

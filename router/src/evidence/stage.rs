@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::KEPT;
+
 /// What a request waits for. Of several choices the one that is least far counts, so the order here is the order of precedence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
@@ -133,6 +135,21 @@ impl Book {
 }
 
 impl Ledger {
+    /// A guard went from one stage to another; none: it came, or went.
+    fn moved(&self, from: Option<Stage>, to: Option<Stage>) {
+        if !KEPT {
+            return;
+        }
+        let mut book = self.book.lock();
+        if let Some(from) = from {
+            book.stays[from as usize] -= 1;
+        }
+        if let Some(to) = to {
+            book.stays[to as usize] += 1;
+        }
+        book.turn();
+    }
+
     /// The stage, and since when; none: it has ended.
     pub fn at(&self) -> Option<(Stage, Instant)> {
         self.book.lock().at
@@ -140,6 +157,9 @@ impl Ledger {
 
     /// A token came, so long after the request's head.
     pub fn token(&self, after: Duration) {
+        if !KEPT {
+            return;
+        }
         self.token.fetch_max(after.as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
@@ -170,9 +190,7 @@ pub struct Stay {
 impl Stay {
     /// Enters a stage.
     pub fn enter(ledger: &Arc<Ledger>, stage: Stage) -> Self {
-        let mut book = ledger.book.lock();
-        book.stays[stage as usize] += 1;
-        book.turn();
+        ledger.moved(None, Some(stage));
         Self {
             ledger: Arc::clone(ledger),
             stage,
@@ -184,19 +202,14 @@ impl Stay {
         if stage == self.stage {
             return;
         }
-        let mut book = self.ledger.book.lock();
-        book.stays[self.stage as usize] -= 1;
-        book.stays[stage as usize] += 1;
-        book.turn();
+        self.ledger.moved(Some(self.stage), Some(stage));
         self.stage = stage;
     }
 }
 
 impl Drop for Stay {
     fn drop(&mut self) {
-        let mut book = self.ledger.book.lock();
-        book.stays[self.stage as usize] -= 1;
-        book.turn();
+        self.ledger.moved(Some(self.stage), None);
     }
 }
 

@@ -9,7 +9,7 @@ use tandem_telemetry::Span;
 use super::App;
 use crate::api::prepare::Origin;
 use crate::error::RouterError;
-use crate::evidence::{Connection, Ended, Open, Registry, Stage, Stay};
+use crate::evidence::{Connection, Ended, KEPT, Open, Registry, Stage, Stay};
 use crate::flow::{Asker, Progress};
 use crate::metrics::{CLIENT_GONE, CLIENT_STALLED, Counted, Endpoint, Metrics, OK};
 
@@ -153,7 +153,7 @@ impl Account {
     fn remember(&mut self, code: &'static str, total: Duration) {
         let generated = self.endpoint != Endpoint::Other;
         self.connection.end(&self.open, generated && code == OK);
-        if !generated {
+        if !generated || !KEPT {
             return;
         }
         let ended = Ended {

@@ -3,6 +3,7 @@
 //! | room | purpose |
 //! | --- | --- |
 //! | [`server`] | accepts connections, bounds them, drains |
+//! | [`requests`] | the requests of one connection, which costs little between them |
 //! | [`socket`] | a connection whose peer must go on reading |
 //! | [`tls`] | certificates, and the handshake |
 //! | [`routes`] | paths and methods |
@@ -15,6 +16,7 @@ pub mod account;
 pub mod body;
 pub mod generate;
 pub mod probe;
+pub mod requests;
 pub mod routes;
 pub mod server;
 pub mod socket;

@@ -1,5 +1,6 @@
 //! Paths and methods.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use http::header::{self, HeaderName, HeaderValue};
@@ -32,7 +33,11 @@ const OPEN_METRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
 
 /// Answers one request. Dropped when its client leaves, with all that it has begun.
-pub async fn answer(app: Arc<App>, request: Request<Incoming>, connection: Arc<Connection>) -> Response<Answer> {
+pub async fn answer(
+    app: Arc<App>,
+    request: Request<Incoming>,
+    connection: Arc<Connection>,
+) -> Result<Response<Answer>, Infallible> {
     let request_id = request_id(request.headers());
     let path = request.uri().path();
     let endpoint = match path {
@@ -71,7 +76,7 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, connection: Arc<C
     if head {
         *response.body_mut() = Answer::Whole(None);
     }
-    response
+    Ok(response)
 }
 
 async fn route(

@@ -1,18 +1,11 @@
 //! Accepts connections, bounds them, and drains: a stop lets what runs finish and cuts it off, with an error, when time is over.
 
-use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tandem_telemetry::State;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
@@ -20,15 +13,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::socket::Socket;
 use super::tls::Identity;
-use super::{App, routes};
+use super::{App, requests};
 use crate::evidence::Connection;
 use crate::shards::Shards;
 
-/// A connection between two requests: longer than the idle time of what usually stands before us (600 s at most), so that no
-/// pool sends a request into a connection that we are just closing.
-const IDLE: Duration = Duration::from_secs(620);
-/// The first request of a connection.
-const FIRST_REQUEST: Duration = Duration::from_secs(30);
 /// More connections than this wait in the kernel.
 const MAX_CONNECTIONS: usize = 16_384;
 /// After a failed accept (file descriptors used up, say) the next try waits this long.
@@ -45,7 +33,6 @@ pub async fn serve(
     stop: CancellationToken,
 ) {
     let identity = identity.map(Arc::new);
-    let graceful = GracefulShutdown::new();
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut connections = JoinSet::new();
     loop {
@@ -56,12 +43,12 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, peer, slot)) => {
-                let (app, watcher, identity) = (Arc::clone(&app), graceful.watcher(), identity.clone());
+                let (app, identity, stop) = (Arc::clone(&app), identity.clone(), stop.clone());
                 let place = shards.place();
                 let runtime = place.runtime();
                 let task = async move {
                     let evidence = app.evidence.open(peer, identity.is_some());
-                    connection(stream, identity.as_deref(), app, watcher, evidence).await;
+                    connection(stream, identity.as_deref(), app, evidence, stop).await;
                     drop((slot, place));
                 };
                 connections.spawn_on(task, &runtime);
@@ -75,21 +62,27 @@ pub async fn serve(
     drop(listener);
     app.readiness.set(State::Draining);
     tracing::info!(
-        connections = graceful.count(),
+        connections = connections.len(),
         in_flight = app.flow.metrics.in_flight.get(),
         "draining"
     );
-    let mut drained = std::pin::pin!(graceful.shutdown());
-    if tokio::time::timeout(app.config.drain(), &mut drained).await.is_err() {
+    if tokio::time::timeout(app.config.drain(), over(&mut connections))
+        .await
+        .is_err()
+    {
         tracing::warn!(
             in_flight = app.flow.metrics.in_flight.get(),
             "requests are cut off: --drain-ms is over"
         );
         app.cut.cancel();
-        let _ = tokio::time::timeout(LAST_WORDS, &mut drained).await;
+        let _ = tokio::time::timeout(LAST_WORDS, over(&mut connections)).await;
     }
     connections.shutdown().await;
     tracing::info!("drained");
+}
+
+async fn over(connections: &mut JoinSet<()>) {
+    while connections.join_next().await.is_some() {}
 }
 
 async fn accept(
@@ -106,8 +99,8 @@ async fn connection(
     stream: std::net::TcpStream,
     identity: Option<&Identity>,
     app: Arc<App>,
-    watcher: Watcher,
     evidence: Arc<Connection>,
+    stop: CancellationToken,
 ) {
     let stalled = app.flow.metrics.client_stalled.clone();
     let socket = TcpStream::from_std(stream)
@@ -117,49 +110,15 @@ async fn connection(
         // the client is gone already
         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
     };
-    match identity {
-        None => requests(socket, evidence, app, watcher).await,
-        Some(identity) => match identity.accept(socket).await {
-            Ok(stream) => requests(stream, evidence, app, watcher).await,
+    let Some(identity) = identity else {
+        return requests::answer(socket, evidence, app, stop).await;
+    };
+    // boxed: without TLS there is no room kept for it
+    let secured = async {
+        match identity.accept(socket).await {
+            Ok(stream) => requests::answer(stream, evidence, app, stop).await,
             Err(error) => tracing::debug!(%error, "no TLS connection came about"),
-        },
-    }
-}
-
-/// Answers the requests of one connection.
-async fn requests<S>(stream: S, evidence: Arc<Connection>, app: Arc<App>, watcher: Watcher)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
-    let asked = Arc::new(AtomicBool::new(false));
-    let service = service_fn({
-        let asked = Arc::clone(&asked);
-        move |request| {
-            asked.store(true, Ordering::Relaxed);
-            // boxed: a connection keeps room for the work on a request, also while it has none
-            let answer = Box::pin(routes::answer(Arc::clone(&app), request, Arc::clone(&evidence)));
-            async { Ok::<_, Infallible>(answer.await) }
         }
-    });
-    let mut server = auto::Builder::new(TokioExecutor::new());
-    server.http1().timer(TokioTimer::new()).header_read_timeout(IDLE);
-    server
-        .http2()
-        .timer(TokioTimer::new())
-        .keep_alive_interval(Duration::from_secs(30))
-        .max_concurrent_streams(256);
-    let mut connection =
-        std::pin::pin!(watcher.watch(server.serve_connection(TokioIo::new(stream), service).into_owned()));
-    let first = tokio::select! {
-        ended = &mut connection => Some(ended),
-        () = tokio::time::sleep(FIRST_REQUEST) => None,
     };
-    let ended = match first {
-        Some(ended) => ended,
-        None if !asked.load(Ordering::Relaxed) => return tracing::debug!("a connection sent no request"),
-        None => connection.await,
-    };
-    if let Err(error) = ended {
-        tracing::debug!(error = %error, "a connection broke");
-    }
+    Box::pin(secured).await;
 }

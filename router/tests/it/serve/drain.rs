@@ -132,6 +132,22 @@ async fn a_stop_cuts_off_what_runs() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_stop_waits_for_a_connection_that_is_only_kept_alive() {
+    let decode = engine::decode();
+    let mut process = process(&decode, &[]).await;
+    process.client.chat(json!({})).await.content();
+    // one that has never been used beside it
+    let mut fresh = tokio::net::TcpStream::connect(process.addr).await.unwrap();
+    // for the first to be quiet
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    process.signal("-TERM");
+    // and not at the end of --drain-ms
+    assert_eq!(process.exits(), 0);
+    let closed = tokio::io::AsyncReadExt::read(&mut fresh, &mut [0]).await;
+    assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_drain_without_end_or_an_end_without_a_word() {
     let decode = engine::decode();
     let mut process = process(&decode, &["--drain-ms=200"]).await;

@@ -81,6 +81,27 @@ impl Rig {
     }
 }
 
+/// For a connection to be quiet for longer than it keeps what only a request needs. Nothing depends on that it is.
+const QUIET: Duration = Duration::from_millis(400);
+
+/// Reads one whole answer, and no byte of the next.
+async fn answered(socket: &mut TcpStream) {
+    let mut answer = Vec::new();
+    let whole = |answer: &[u8]| {
+        let text = String::from_utf8_lossy(answer).into_owned();
+        let (head, body) = text.split_once("\r\n\r\n")?;
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: "))?;
+        assert!(head.starts_with("HTTP/1.1 200"), "{text}");
+        (body.len() == length.parse::<usize>().unwrap()).then_some(())
+    };
+    let read = async {
+        while whole(&answer).is_none() {
+            assert!(socket.read_buf(&mut answer).await.unwrap() > 0, "closed");
+        }
+    };
+    tokio::time::timeout(PATIENCE, read).await.expect("no answer");
+}
+
 async fn connect(rig: &Rig) -> TcpStream {
     TcpStream::connect(rig.stack.router.addr()).await.unwrap()
 }
@@ -166,6 +187,33 @@ async fn a_request_is_shown_where_it_is_not() {
     rig.alone_in("reading").await;
     drop(socket);
     rig.until("closed", |view| view["open"] == 0).await;
+}
+
+#[tokio::test]
+async fn a_connection_that_was_quiet_serves_no_more_or_loses_what_had_come_of_a_request() {
+    let decode = engine::decode();
+    let rig = Rig::start(&decode).await;
+    let mut socket = connect(&rig).await;
+    let body = question(json!({}));
+    let request = head(&body) + &body.to_string();
+    let (begun, rest) = request.split_at(30);
+    for served in 1..=3 {
+        socket.write_all(request.as_bytes()).await.unwrap();
+        answered(&mut socket).await;
+        let view = rig.alone_in("idle").await;
+        assert_eq!(view["connections"][0]["requests_served"], served);
+        tokio::time::sleep(QUIET).await;
+    }
+    // the beginning of the next lies in the same packet, and is read with the one before
+    let both = request.clone() + begun;
+    socket.write_all(both.as_bytes()).await.unwrap();
+    answered(&mut socket).await;
+    rig.alone_in("reading").await;
+    tokio::time::sleep(QUIET).await;
+    socket.write_all(rest.as_bytes()).await.unwrap();
+    answered(&mut socket).await;
+    let view = rig.alone_in("idle").await;
+    assert_eq!(view["connections"][0]["requests_served"], 5);
 }
 
 #[tokio::test]
