@@ -25,6 +25,11 @@ pub fn error(message: &str) {
     let _ = writeln!(std::io::stderr(), "error: {message}");
 }
 
+/// Writes `note: …` to stderr: what may surprise, and is no error.
+pub fn note(message: &str) {
+    let _ = writeln!(std::io::stderr(), "note: {message}");
+}
+
 /// An error with what caused it, on one line.
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

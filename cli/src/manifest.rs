@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
 use tandem_crds::{FieldError, Manifest, TypeMeta, Violation};
 
 /// A manifest is small; more than this is some other file.
@@ -44,6 +45,17 @@ fn list(violations: &[Violation]) -> String {
 
 /// Reads the file and checks it against the types and the rules.
 pub fn load(path: &Path) -> Result<Manifest, ManifestError> {
+    parse(path, &text(path)?)
+}
+
+/// Reads the file as it is, and checks only that it is of our type: whoever gets it checks the rest.
+pub fn object(path: &Path) -> Result<Value, ManifestError> {
+    let text = text(path)?;
+    typed(path, &text)?;
+    serde_saphyr::from_str(&text).map_err(|error| syntax(path, None, &error))
+}
+
+fn text(path: &Path) -> Result<String, ManifestError> {
     let read = |source| ManifestError::Read {
         path: path.to_owned(),
         source,
@@ -55,32 +67,36 @@ pub fn load(path: &Path) -> Result<Manifest, ManifestError> {
             bytes,
         });
     }
-    parse(path, &std::fs::read_to_string(path).map_err(read)?)
+    std::fs::read_to_string(path).map_err(read)
 }
 
-fn parse(path: &Path, text: &str) -> Result<Manifest, ManifestError> {
-    let syntax = |field: Option<&str>, error: &serde_saphyr::Error| {
-        let error = error.without_snippet();
-        let at = error.location().map(|at| (at.line(), at.column()));
-        let text = error.to_string();
-        let mut message = text.lines().next().unwrap_or_default();
-        if let Some((line, column)) = at {
-            // It stands at the front already.
-            message = message.trim_end_matches(&format!(" at line {line}, column {column}"));
-        }
-        let message = field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}"));
-        ManifestError::Syntax {
-            path: path.to_owned(),
-            at: At(at),
-            message,
-        }
-    };
-    let type_meta: TypeMeta = serde_saphyr::from_str(text).map_err(|error| syntax(None, &error))?;
+fn syntax(path: &Path, field: Option<&str>, error: &serde_saphyr::Error) -> ManifestError {
+    let error = error.without_snippet();
+    let at = error.location().map(|at| (at.line(), at.column()));
+    let text = error.to_string();
+    let mut message = text.lines().next().unwrap_or_default();
+    if let Some((line, column)) = at {
+        // It stands at the front already.
+        message = message.trim_end_matches(&format!(" at line {line}, column {column}"));
+    }
+    let message = field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}"));
+    ManifestError::Syntax {
+        path: path.to_owned(),
+        at: At(at),
+        message,
+    }
+}
+
+fn typed(path: &Path, text: &str) -> Result<(), ManifestError> {
+    let type_meta: TypeMeta = serde_saphyr::from_str(text).map_err(|error| syntax(path, None, &error))?;
     type_meta.check().map_err(|message| ManifestError::Type {
         path: path.to_owned(),
         message,
-    })?;
+    })
+}
 
+fn parse(path: &Path, text: &str) -> Result<Manifest, ManifestError> {
+    typed(path, text)?;
     let mut field = None;
     let object = serde_saphyr::with_deserializer_from_str(text, |deserializer| {
         Manifest::read(deserializer).map_err(|FieldError { path, source }| {
@@ -88,7 +104,7 @@ fn parse(path: &Path, text: &str) -> Result<Manifest, ManifestError> {
             source
         })
     })
-    .map_err(|error| syntax(field.as_deref(), &error))?;
+    .map_err(|error| syntax(path, field.as_deref(), &error))?;
 
     let violations = object.validate();
     if violations.is_empty() {

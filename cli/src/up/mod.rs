@@ -96,16 +96,6 @@ pub struct DownArgs {
     state: StateArgs,
 }
 
-/// `tandem status`.
-#[derive(Debug, Args)]
-pub struct StatusArgs {
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    state: StateArgs,
-}
-
 /// `tandem flush`.
 #[derive(Debug, Args)]
 pub struct FlushArgs {
@@ -220,9 +210,9 @@ pub async fn down(args: DownArgs) -> ExitCode {
 }
 
 /// Says what runs; an error where something is not ready.
-pub async fn status(args: StatusArgs) -> ExitCode {
-    match args.state.dir() {
-        Ok(dir) => match status::show(&dir, args.json).await {
+pub async fn status(state: &StateArgs, json: bool) -> ExitCode {
+    match state.dir() {
+        Ok(dir) => match status::show(&dir, json).await {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => finish(Err(error)),

@@ -15,6 +15,7 @@ mod knobs;
 mod leaders;
 mod nodes;
 mod order;
+mod plugin;
 mod processes;
 mod quiet;
 mod scale;

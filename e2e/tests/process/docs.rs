@@ -42,37 +42,57 @@ fn the_table_of_errors_is_the_table_of_reasons() {
     assert_eq!(documented, known);
 }
 
+fn help(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(bin(program))
+        .args(arguments)
+        .arg("--help")
+        .output()
+        .expect("--help");
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?} --help: {}",
+        output.status
+    );
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn flags(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+        .filter(|word| word.starts_with("--"))
+        .collect()
+}
+
+/// What `kubectl tandem` can be asked for.
+const ON_A_CLUSTER: [&str; 5] = ["status", "plan", "restart", "approve", "history"];
+
+#[test]
+fn a_flag_for_a_cluster_is_not_told_of() {
+    let text = std::fs::read_to_string(root().join("docs/kubectl.md")).expect("docs/kubectl.md");
+    let told = flags(&text);
+    for command in ON_A_CLUSTER {
+        let help = help("tandem", &[command]);
+        for flag in flags(&help) {
+            let known = ["--help", "--version"].contains(&flag) || told.contains(flag);
+            assert!(known, "docs/kubectl.md says nothing of {flag} of {command}");
+        }
+    }
+}
+
 #[test]
 fn every_flag_that_the_documents_name_exists() {
-    let help = |program: &str, arguments: &[&str]| {
-        let output = Command::new(bin(program))
-            .args(arguments)
-            .arg("--help")
-            .output()
-            .expect("--help");
-        assert!(
-            output.status.success(),
-            "{program} {arguments:?} --help: {}",
-            output.status
-        );
-        String::from_utf8(output.stdout).expect("UTF-8")
-    };
     let help = [
         help("tandem-engine", &[]),
         help("tandem-router", &[]),
         help("tandem-operator", &[]),
         help("tandem", &["up"]),
-        help("tandem", &["plan"]),
+        ON_A_CLUSTER.map(|command| help("tandem", &[command])).concat(),
         help("tandem", &["diagnose"]),
         help("tandem", &["capture"]),
         help("tandem", &["bench", "chat"]),
         help("tandem", &["bench", "multiround"]),
     ]
     .concat();
-    let known: BTreeSet<&str> = help
-        .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
-        .filter(|word| word.starts_with("--"))
-        .collect();
+    let known = flags(&help);
     for (path, text) in documents() {
         // Flags stand in code: `--flag`, or on an indented or fenced line that begins with one of our programs.
         for line in text.lines() {
