@@ -21,7 +21,7 @@ use tokio::time::timeout;
 
 use crate::console;
 use crate::diagnose::{LookArgs, Target, judge, observe};
-use crate::http::{Http, Trust};
+use crate::http::{Http, Road, Trust};
 
 /// The folder in the archive.
 const FOLDER: &str = "tandem-capture";
@@ -45,8 +45,8 @@ pub struct CaptureArgs {
 }
 
 /// Observes and writes the archive.
-pub async fn capture(args: CaptureArgs) -> ExitCode {
-    match run(&args).await {
+pub async fn capture(args: CaptureArgs, plugin: bool) -> ExitCode {
+    match run(&args, plugin).await {
         Ok(said) => {
             let _ = writeln!(std::io::stdout(), "{said}");
             ExitCode::SUCCESS
@@ -58,8 +58,8 @@ pub async fn capture(args: CaptureArgs) -> ExitCode {
     }
 }
 
-async fn run(args: &CaptureArgs) -> Result<String, String> {
-    let target = args.look.target().map_err(|error| error.to_string())?;
+async fn run(args: &CaptureArgs, plugin: bool) -> Result<String, String> {
+    let target = args.look.target(plugin).await?;
     let name = format!(
         "tandem-capture-{}.tar",
         jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")
@@ -81,6 +81,7 @@ async fn run(args: &CaptureArgs) -> Result<String, String> {
     router(&target, &mut files).await;
     metrics(&target, &mut files).await;
     of_up(&target, &mut files);
+    of_cluster(&target, &mut files).await;
     files.json(
         "versions.json",
         &json!({
@@ -138,15 +139,15 @@ async fn metrics(target: &Target, files: &mut Files) {
     let asked = target
         .ops
         .iter()
-        .map(|(name, place)| async move { (name, metrics_of(place).await) });
+        .map(|(name, place)| async move { (name, metrics_of(place, &target.road).await) });
     for (name, found) in join_all(asked).await {
         let text = found.unwrap_or_else(|why| format!("# not read: {why}\n").into_bytes());
         files.add(&format!("metrics/{name}.txt"), text);
     }
 }
 
-async fn metrics_of(place: &str) -> Result<Vec<u8>, String> {
-    let http = Http::new(&format!("http://{place}"), Trust::new(None)?)?;
+async fn metrics_of(place: &str, road: &Road) -> Result<Vec<u8>, String> {
+    let http = Http::over(&format!("http://{place}"), Trust::new(None)?, road.clone())?;
     let request = Request::get("/")
         .body(Full::default())
         .map_err(|error| error.to_string())?;
@@ -188,6 +189,38 @@ fn of_up(target: &Target, files: &mut Files) {
             files.add(&format!("logs/{file}"), clean(&text, &secrets).into_bytes());
         }
     }
+}
+
+/// What only a cluster has: the object and its pods, events, logs.
+async fn of_cluster(target: &Target, files: &mut Files) {
+    let Some(run) = &target.cluster else {
+        return;
+    };
+    let mut object = run.object();
+    leave_out(&mut object);
+    files.json("deployment.json", &object);
+    files.json("pods.json", &run.pods());
+    files.json("events.json", &run.events().await);
+    let secrets = target.secrets();
+    for (name, log) in run.logs().await {
+        let text = log.unwrap_or_else(|why| format!("not read: {why}\n"));
+        let text = end(&text, LOG_BYTES as usize);
+        files.add(&format!("logs/{name}"), clean(text, &secrets).into_bytes());
+    }
+}
+
+/// The end of a text, from the beginning of a line.
+fn end(text: &str, limit: usize) -> &str {
+    let Some(skipped) = text.len().checked_sub(limit).filter(|skipped| *skipped > 0) else {
+        return text;
+    };
+    let rest = &text.as_bytes()[skipped..];
+    let line = rest
+        .iter()
+        .position(|byte| *byte == b'\n')
+        .map_or(rest.len(), |end| end + 1);
+    // a line begins at a character
+    text.get(skipped + line..).unwrap_or_default()
 }
 
 /// Values of environment variables may be secrets.

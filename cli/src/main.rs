@@ -101,8 +101,8 @@ fn main() -> ExitCode {
             Command::Restart(args) => cluster::restart(args).await,
             Command::Approve(args) => cluster::approve(args).await,
             Command::History(args) => cluster::history(args).await,
-            Command::Diagnose(args) => diagnose::diagnose(args).await,
-            Command::Capture(args) => capture::capture(args).await,
+            Command::Diagnose(args) => diagnose::diagnose(args, plugin).await,
+            Command::Capture(args) => capture::capture(args, plugin).await,
             Command::Bench(command) => bench::run(command).await,
         }
     });

@@ -1,6 +1,5 @@
 //! One request and what it measured.
 
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use http_body_util::Full;
@@ -12,7 +11,7 @@ use tandem_secrets::Token;
 use tokio::time::timeout;
 
 use super::sse::Events;
-use crate::http::{Answer, Http, Trust, said};
+use crate::http::{Answer, ConnectionId, Http, Trust, said};
 
 /// An answer that is not a stream, an error for example, is read up to this.
 const MAX_BODY: usize = 1024 * 1024;
@@ -48,7 +47,7 @@ pub struct Sample {
     /// The answer.
     pub text: String,
     /// Our end of the connection that it came on: the same one twice is a connection that was reused.
-    pub connection: Option<SocketAddr>,
+    pub connection: Option<ConnectionId>,
 }
 
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
@@ -267,7 +266,7 @@ impl Streamed {
     }
 
     /// Complete is only what said so: a finish reason, the usage and the end mark.
-    fn end(self, total: Duration, connection: Option<SocketAddr>) -> Result<Sample, String> {
+    fn end(self, total: Duration, connection: Option<ConnectionId>) -> Result<Sample, String> {
         if !self.done || !self.finished {
             return Err("stream was cut off: no finish reason and [DONE]".to_owned());
         }

@@ -8,7 +8,6 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Write as _;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -22,7 +21,7 @@ use super::chat::key;
 use super::client::{Sample, Server, Shape};
 use super::prompt::Prompts;
 use crate::console;
-use crate::http::Trust;
+use crate::http::{ConnectionId, Trust};
 
 /// Words of each question.
 const WORDS: usize = 32;
@@ -220,7 +219,7 @@ async fn side(plan: &Plan, servers: Vec<Server>) -> Side {
 /// One conversation, to its end or to the first round that does not pass.
 async fn converse(plan: &Plan, server: &Server, session: u32) -> Vec<Turn> {
     let mut messages = vec![json!({"role": "system", "content": "Answer briefly."})];
-    let mut before: Option<SocketAddr> = None;
+    let mut before: Option<ConnectionId> = None;
     let mut rounds = Vec::new();
     for round in 1..=plan.rounds {
         let number = u64::from(session) * u64::from(plan.rounds) + u64::from(round);

@@ -50,6 +50,8 @@ pub struct Need {
 
 /// Whoever may view the namespace.
 const VIEWERS: &str = "the ClusterRole view, with Tandem's tandem-view aggregated to it";
+/// Whoever may look into a deployment's processes.
+const DIAGNOSERS: &str = "Tandem's Role tandem-diagnose for this deployment";
 /// Whoever may edit it.
 const EDITORS: &str = "the ClusterRole edit, with Tandem's tandem-edit aggregated to it";
 
@@ -59,6 +61,14 @@ impl Need {
             verb,
             resource,
             role: VIEWERS,
+        }
+    }
+
+    pub const fn diagnose(verb: &'static str, resource: &'static str) -> Self {
+        Self {
+            verb,
+            resource,
+            role: DIAGNOSERS,
         }
     }
 
@@ -150,7 +160,8 @@ impl ClusterArgs {
             cluster: self.cluster.clone(),
             user: self.user.clone(),
         };
-        let failed = |error: &KubeconfigError| ClusterError::Kubeconfig(with_causes(error));
+        // its causes are in it
+        let failed = |error: &KubeconfigError| ClusterError::Kubeconfig(error.to_string());
         let file = match &self.kubeconfig {
             Some(path) => Kubeconfig::read_from(path),
             None => Kubeconfig::read(),

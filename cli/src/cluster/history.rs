@@ -1,5 +1,6 @@
 //! `tandem history`: the changes that ended.
 
+use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
 
@@ -103,15 +104,11 @@ fn details(entry: &HistoryEntry) -> String {
         restarted(entry)
     );
     if !entry.failure.is_empty() && entry.outcome != Outcome::Promoted {
-        text.push_str(&format!("  because {}\n", entry.failure));
+        let _ = writeln!(text, "  because {}", entry.failure);
     }
     for change in &entry.changed {
-        text.push_str(&format!(
-            "  {}: {} -> {}\n",
-            change.path,
-            or_none(&change.from),
-            or_none(&change.to)
-        ));
+        let (from, to) = (or_none(&change.from), or_none(&change.to));
+        let _ = writeln!(text, "  {}: {from} -> {to}", change.path);
     }
     if entry.changed.is_empty() {
         text.push_str("  no field that a process sees differs from what ran before\n");

@@ -9,16 +9,19 @@
 //! | [`plan`], [`merge`] | what a file would change, checked by the API server |
 //! | [`restart`], [`approve`] | what asks the operator for something |
 //! | [`follow`] | a change, until it has ended |
+//! | [`pods`], [`forward`] | the processes, reached by ports that the API server forwards |
 //! | [`table`] | columns and ages |
 
 mod approve;
 mod connect;
 mod deployment;
 mod follow;
+mod forward;
 mod history;
 pub mod list;
 mod merge;
 pub mod plan;
+mod pods;
 mod restart;
 mod status;
 mod table;
@@ -27,8 +30,10 @@ use std::process::ExitCode;
 
 pub use approve::{ApproveArgs, approve};
 pub use connect::{ClusterArgs, ClusterError};
+pub use forward::{Forwarded, Pods};
 pub use history::{HistoryArgs, history};
 pub use list::list;
+pub use pods::{Found, Run, find};
 pub use restart::{RestartArgs, restart};
 pub use status::{show, watch};
 
@@ -65,10 +70,8 @@ impl Place {
                 "--state-dir is about this machine, NAME and the flags of kubectl are about a cluster: give one of them"
                     .to_owned(),
             ),
-            (true, false) => Ok(Self::Cluster),
-            (false, true) => Ok(Self::Machine),
-            (false, false) if plugin => Ok(Self::Cluster),
-            (false, false) => Ok(Self::Machine),
+            (cluster, machine) if cluster || (plugin && !machine) => Ok(Self::Cluster),
+            _ => Ok(Self::Machine),
         }
     }
 }

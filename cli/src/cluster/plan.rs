@@ -13,7 +13,7 @@ use crate::console;
 use crate::manifest;
 
 /// What `kubectl apply` remembers of the file that it sent.
-const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// The field manager of `kubectl apply --server-side`.
 pub const MANAGER: &str = "kubectl";

@@ -13,11 +13,11 @@ use super::connect::{ClusterArgs, ClusterError, Need, RESOURCE};
 use super::deployment::Deployment;
 use super::finish;
 use super::follow::{Change, WaitArgs, wait};
+use super::plan::LAST_APPLIED;
 use crate::console;
 
 /// In whose name the token is written.
 const MANAGER: &str = "kubectl-tandem";
-const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// `tandem restart`.
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! How a deployment stands.
 
+use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
 
@@ -187,10 +188,8 @@ fn describe(deployment: &Deployment) -> String {
         && let Some(rollout) = &status.rollout
     {
         let target = target_of(&rollout.target);
-        text.push_str(&format!(
-            "{target} waits for a person: kubectl tandem approve {}\n",
-            deployment.name()
-        ));
+        let name = deployment.name();
+        let _ = writeln!(text, "{target} waits for a person: kubectl tandem approve {name}");
     }
     text
 }
@@ -246,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    fn of(status: serde_json::Value) -> Deployment {
+    fn of(status: &serde_json::Value) -> Deployment {
         let object = json!({
             "apiVersion": "tandem.dev/v1alpha1", "kind": "PDDeployment",
             "metadata": {"name": "chat", "namespace": "serving", "generation": 7},
@@ -259,7 +258,7 @@ mod tests {
         json!({"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": "2026-12-01T00:00:00Z"})
     }
 
-    fn rollout(extra: serde_json::Value) -> serde_json::Value {
+    fn rollout(extra: &serde_json::Value) -> serde_json::Value {
         let mut rollout = json!({
             "target": "9ab0000000-1234", "attempt": 1, "restarts": ["Decode"], "direction": "Forward", "step": "Approve",
             "startedAt": "2026-12-01T00:00:00Z", "stepStartedAt": "2026-12-01T00:00:00Z", "deadline": "2026-12-01T02:00:00Z",
@@ -273,30 +272,30 @@ mod tests {
     #[test]
     fn an_old_status_counts_as_ready() {
         let ready = json!([condition("Ready", "True", "Running", "revision a-1 runs")]);
-        let old = of(json!({"observedGeneration": 6, "conditions": ready}));
+        let old = of(&json!({"observedGeneration": 6, "conditions": ready}));
         assert_eq!(standing(&old), Standing::Moving);
         assert!(
             headline(&old).contains("has not looked at generation 7"),
             "{}",
             headline(&old)
         );
-        let now = of(json!({"observedGeneration": 7, "conditions": ready}));
+        let now = of(&json!({"observedGeneration": 7, "conditions": ready}));
         assert_eq!(standing(&now), Standing::Ready);
         assert_eq!(headline(&now), "ready: revision a-1 runs");
     }
 
     #[test]
     fn what_waits_for_a_person_counts_as_moving() {
-        let waits = of(json!({
+        let waits = of(&json!({
             "observedGeneration": 7, "step": "Approve",
-            "rollout": rollout(json!({"stoppedAt": "2026-12-01T00:00:00Z"})),
+            "rollout": rollout(&json!({"stoppedAt": "2026-12-01T00:00:00Z"})),
             "conditions": [condition("Progressing", "False", "Waiting", "write 9ab0000000 to rollout.approvedRevision")],
         }));
         assert_eq!(standing(&waits), Standing::Stuck);
         let text = describe(&waits);
         assert!(text.contains("kubectl tandem approve chat"), "{text}");
         assert!(text.contains("waits for a person"), "{text}");
-        let reverted = of(json!({
+        let reverted = of(&json!({
             "observedGeneration": 7, "revisions": {"running": "a-1", "rejected": "b-1"},
             "conditions": [condition("Ready", "False", "Reverted", "gate Probe failed")],
         }));
@@ -306,8 +305,8 @@ mod tests {
 
     #[test]
     fn a_change_that_goes_on_counts_as_stuck() {
-        let moving = of(json!({
-            "observedGeneration": 7, "step": "Decode", "rollout": rollout(json!({"step": "Decode"})),
+        let moving = of(&json!({
+            "observedGeneration": 7, "step": "Decode", "rollout": rollout(&json!({"step": "Decode"})),
             "conditions": [condition("Progressing", "True", "Decode", "0 of 1 decode pods of d-1 are ready")],
         }));
         assert_eq!(standing(&moving), Standing::Moving);

@@ -21,10 +21,11 @@ use tonic::transport::Channel;
 use super::prober::{Direct, Prober};
 use super::record::{
     Clients, Engine, Found, Heard, HeardEngine, Inflight, Info, Limits, Load, Probe, Reading, Record, Side, VERSION,
+    Way,
 };
 use super::target::{Admin, Target};
 use crate::console::with_causes;
-use crate::http::{Http, Trust};
+use crate::http::{ConnectError, Connector, Http, Road, Trust};
 use crate::up::knobs_json;
 
 /// Each reading: whoever is asked answers from memory.
@@ -67,7 +68,10 @@ impl Origin {
 pub async fn record(target: &Target, options: &Options) -> Record {
     let origin = Origin::now();
     let taken = jiff::Timestamp::now().to_string();
-    let admin = target.admin.as_ref().map(|admin| AdminPort::new(admin, origin));
+    let admin = target
+        .admin
+        .as_ref()
+        .map(|admin| AdminPort::new(admin, origin, &target.road));
     let first = look(admin.as_ref()).await;
     let engines = match &first {
         Some((_, heard)) if target.engines.is_empty() => named(heard),
@@ -85,7 +89,7 @@ pub async fn record(target: &Target, options: &Options) -> Record {
     let engines = join_all(
         engines
             .iter()
-            .map(|(side, endpoint)| engine(*side, endpoint, origin, stopped.clone())),
+            .map(|(side, endpoint)| engine(&target.road, *side, endpoint, origin, stopped.clone())),
     );
     let ((probes, last), engines) = join(main, engines).await;
     let (clients, heard) = [first, last].into_iter().flatten().unzip();
@@ -140,14 +144,20 @@ async fn probes(
         admin,
         origin,
     };
+    // What a client sees, it sees from here.
     let through = [
-        (super::record::Way::Via, options.via.as_deref()),
-        (super::record::Way::Router, target.router.as_deref()),
+        (Way::Via, options.via.as_deref(), Road::Tcp),
+        (Way::Router, target.router.as_deref(), target.road.clone()),
     ];
     let through = through
         .into_iter()
-        .filter_map(|(way, url)| Some(prober.through(way, url?, &options.trust)));
-    let direct = Direct { deadline, origin }.all(engines);
+        .filter_map(|(way, url, road)| Some(prober.through(way, url?, &options.trust, road)));
+    let direct = Direct {
+        deadline,
+        origin,
+        road: &target.road,
+    };
+    let direct = direct.all(engines);
     let (through, direct) = join(join_all(through), direct).await;
     through.into_iter().flatten().chain(direct).collect()
 }
@@ -162,11 +172,11 @@ pub struct AdminPort {
 }
 
 impl AdminPort {
-    pub fn new(admin: &Admin, origin: Origin) -> Self {
+    pub fn new(admin: &Admin, origin: Origin, road: &Road) -> Self {
         let url = format!("http://{}", admin.place);
         Self {
             // it is plain HTTP: nobody has to be trusted
-            http: Trust::new(None).and_then(|trust| Http::new(&url, trust)),
+            http: Trust::new(None).and_then(|trust| Http::over(&url, trust, road.clone())),
             place: url,
             authorization: admin.token.authorization(),
             origin,
@@ -266,14 +276,14 @@ fn heard(endpoints: Reading<Endpoints>, loads: &Reading<Loads>) -> Reading<Heard
 }
 
 /// Watches one engine until the end.
-async fn engine(side: Side, endpoint: &str, origin: Origin, mut stopped: watch::Receiver<bool>) -> Engine {
+async fn engine(road: &Road, side: Side, endpoint: &str, origin: Origin, mut stopped: watch::Receiver<bool>) -> Engine {
     let at_ms = origin.ms();
     let reading = |place: &str, found| Reading {
         place: format!("{endpoint} {place}"),
         at_ms,
         found,
     };
-    let (info, client) = match timeout(READ, ask(endpoint)).await {
+    let (info, client) = match timeout(READ, ask(road, endpoint)).await {
         Ok(Ok((info, client))) => (Found::Read(info), Some(client)),
         Ok(Err(why)) => (Found::Failed(why), None),
         Err(_) => (Found::Failed(format!("no answer within {} s", READ.as_secs())), None),
@@ -300,14 +310,20 @@ async fn engine(side: Side, endpoint: &str, origin: Origin, mut stopped: watch::
 }
 
 /// A channel to an engine's control port.
-pub async fn dial(endpoint: &str) -> Result<EngineClient<Channel>, String> {
+pub async fn dial(road: &Road, endpoint: &str) -> Result<EngineClient<Channel>, String> {
     let channel = Channel::from_shared(format!("http://{endpoint}")).map_err(|error| with_causes(&error))?;
-    let channel = channel.tcp_nodelay(true).connect_timeout(READ).connect().await;
-    Ok(EngineClient::new(channel.map_err(|error| with_causes(&error))?))
+    // it is plain: nobody has to be trusted
+    let connector = Connector::new(Trust::new(None)?, road.clone());
+    let channel = channel.connect_timeout(READ).connect_with_connector(connector).await;
+    let refused = |error: tonic::transport::Error| match ConnectError::of(&error) {
+        Some(refused) => refused.to_string(),
+        None => with_causes(&error),
+    };
+    Ok(EngineClient::new(channel.map_err(refused)?))
 }
 
-async fn ask(endpoint: &str) -> Result<(Info, EngineClient<Channel>), String> {
-    let mut client = dial(endpoint).await?;
+async fn ask(road: &Road, endpoint: &str) -> Result<(Info, EngineClient<Channel>), String> {
+    let mut client = dial(road, endpoint).await?;
     let info = client.get_info(GetInfoRequest {}).await;
     Ok((told(&info.map_err(|status| status.to_string())?.into_inner()), client))
 }

@@ -29,7 +29,6 @@ use clap::Args;
 use serde_json::json;
 
 use crate::http::{Http, Trust};
-use crate::up::UpError;
 use crate::{capture, console};
 use gather::Options;
 use record::{Limits, Record, VERSION};
@@ -44,7 +43,7 @@ const MAX_RECORD_BYTES: u64 = 64 << 20;
 #[derive(Debug, Args)]
 pub struct DiagnoseArgs {
     /// Judge what was observed before, and look at nothing: an archive of `tandem capture`, or the JSON of an earlier run
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["via", "ca"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["via", "ca", "name"])]
     from: Option<PathBuf>,
     /// Print JSON: the record and the verdict
     #[arg(long)]
@@ -77,18 +76,18 @@ pub struct LookArgs {
 
 impl LookArgs {
     /// What to look at.
-    pub fn target(&self) -> Result<Target, UpError> {
-        self.target.find()
+    pub async fn target(&self, plugin: bool) -> Result<Target, String> {
+        self.target.find(plugin).await
     }
 }
 
 /// Looks and judges. The exit code says what was found.
-pub async fn diagnose(args: DiagnoseArgs) -> ExitCode {
+pub async fn diagnose(args: DiagnoseArgs, plugin: bool) -> ExitCode {
     let record = match &args.from {
         Some(path) => read(path),
-        None => match args.look.target() {
+        None => match args.look.target(plugin).await {
             Ok(target) => observe(&args.look, &target).await,
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(error),
         },
     };
     let record = match record {

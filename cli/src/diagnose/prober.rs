@@ -1,7 +1,6 @@
 //! Tiny completions, sent each way to measure: on fresh and on reused connections through the router, and directly to each engine.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -22,7 +21,7 @@ use tokio::time::timeout;
 use super::gather::{AdminPort, Origin, dial};
 use super::record::{ANSWERED, Connection, Found, Kept, Outcome, Probe, Probes, Side, Way};
 use crate::bench::sse::Events;
-use crate::http::{Http, HttpError, Trust, said};
+use crate::http::{ConnectionId, Http, HttpError, Road, Trust, said};
 
 /// Of each answer: enough pieces for a proxy that cuts or holds them to be seen.
 const TOKENS: u32 = 16;
@@ -50,9 +49,9 @@ pub struct Prober<'a> {
 
 impl Prober<'_> {
     /// On fresh connections, and beside that on one that is kept alive, until one does not pass.
-    pub async fn through(&self, way: Way, url: &str, trust: &Trust) -> Vec<Probe> {
+    pub async fn through(&self, way: Way, url: &str, trust: &Trust, road: Road) -> Vec<Probe> {
         let at_ms = self.origin.ms();
-        let http = match Http::new(url, trust.clone()) {
+        let http = match Http::over(url, trust.clone(), road) {
             Ok(http) => http,
             Err(reason) => {
                 return vec![Probe {
@@ -116,7 +115,7 @@ impl Prober<'_> {
     }
 
     /// What came of it, and our end of the connection that its answer came on.
-    async fn one(&self, http: &Http, id: &str) -> (Outcome, Option<SocketAddr>) {
+    async fn one(&self, http: &Http, id: &str) -> (Outcome, Option<ConnectionId>) {
         let began = Instant::now();
         let mut came = Came::default();
         let mut asked = Box::pin(self.ask(http, id, began, &mut came));
@@ -292,7 +291,7 @@ impl Prober<'_> {
 /// What came before the end.
 #[derive(Debug, Default)]
 struct Came {
-    on: Option<SocketAddr>,
+    on: Option<ConnectionId>,
     bytes: u64,
     first_ms: Option<u64>,
 }
@@ -335,12 +334,13 @@ fn field(body: &[u8], name: &str) -> Option<String> {
 
 /// Probes past the router.
 #[derive(Debug, Clone, Copy)]
-pub struct Direct {
+pub struct Direct<'a> {
     pub deadline: Duration,
     pub origin: Origin,
+    pub road: &'a Road,
 }
 
-impl Direct {
+impl Direct<'_> {
     /// Each decode by itself, and each with each prefill.
     pub async fn all(self, engines: &[(Side, String)]) -> Vec<Probe> {
         let of = |wanted: Side| {
@@ -359,7 +359,7 @@ impl Direct {
     async fn one(self, decode: &str, prefill: Option<&str>) -> Probe {
         let (began, at_ms) = (Instant::now(), self.origin.ms());
         let mut state = None;
-        let ended = timeout(self.deadline, generate(decode, prefill, began, &mut state)).await;
+        let ended = timeout(self.deadline, generate(self.road, decode, prefill, began, &mut state)).await;
         let total_ms = began.elapsed().as_millis() as u64;
         Probe {
             way: if prefill.is_some() { Way::Pair } else { Way::Decode },
@@ -396,6 +396,7 @@ impl Direct {
 
 /// One completion; `state` says where it is, in the words of the router's states.
 async fn generate(
+    road: &Road,
     decode: &str,
     prefill: Option<&str>,
     began: Instant,
@@ -403,12 +404,12 @@ async fn generate(
 ) -> Result<(u64, BTreeMap<String, f64>), Failure> {
     let lost = |detail: String| Failure::new(tandem_wire::Reason::PeerLost, Source::Unspecified, detail);
     let broke = |status: tonic::Status| Failure::from_status(&status, Source::Unspecified);
-    let mut client = dial(decode).await.map_err(lost)?;
+    let mut client = dial(road, decode).await.map_err(lost)?;
     let info = client.get_info(GetInfoRequest {}).await.map_err(broke)?.into_inner();
     let prefill = match prefill {
         None => None,
         Some(endpoint) => {
-            let mut client = dial(endpoint).await.map_err(|why| {
+            let mut client = dial(road, endpoint).await.map_err(|why| {
                 let mut failure = lost(format!("prefill {endpoint}: {why}"));
                 failure.source = Source::Prefill;
                 failure

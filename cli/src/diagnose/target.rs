@@ -1,4 +1,4 @@
-//! Where to look: what `tandem up` runs, or addresses given by flags.
+//! Where to look: what `tandem up` runs, a deployment on a cluster, or addresses given by flags.
 
 use std::path::PathBuf;
 
@@ -9,11 +9,22 @@ use tandem_secrets::{SecretFile, Token};
 use super::gather::{AdminPort, Origin};
 use super::record::Side;
 use crate::bench::key;
+use crate::cluster::{ClusterArgs, Found, Run, find};
+use crate::http::Road;
 use crate::up::{self, Role, State, StateArgs, UpError};
 
 /// What to look at, as flags say it.
 #[derive(Debug, Args)]
 pub struct TargetArgs {
+    /// A deployment on a cluster, its processes reached by ports that the API server forwards
+    #[arg(
+        value_name = "NAME",
+        conflicts_with_all = ["router", "router_admin", "admin_token_file", "prefills", "decodes", "ops", "dir"]
+    )]
+    name: Option<String>,
+    /// The router's pod to look at, where the deployment on a cluster has several
+    #[arg(long, value_name = "POD", requires = "name")]
+    router_pod: Option<String>,
     /// The router as its clients reach it, past everything else [default: what `tandem up` runs]
     #[arg(long, value_name = "URL")]
     router: Option<String>,
@@ -40,6 +51,8 @@ pub struct TargetArgs {
     model: Option<String>,
     #[command(flatten)]
     state: StateArgs,
+    #[command(flatten)]
+    cluster: ClusterArgs,
 }
 
 /// What to look at.
@@ -50,8 +63,12 @@ pub struct Target {
     pub engines: Vec<(Side, String)>,
     /// Where each process shows its metrics, by its name.
     pub ops: Vec<(String, String)>,
+    /// How all these are reached.
+    pub road: Road,
     /// What of it only this machine knows.
     pub up: Option<UpRun>,
+    /// What of it only the cluster knows.
+    pub cluster: Option<Run>,
     pub key: Option<Token>,
     pub model: Option<String>,
 }
@@ -71,11 +88,33 @@ pub struct Admin {
 }
 
 impl TargetArgs {
-    /// The addresses; of a deployment that runs, where no address is given.
-    pub fn find(&self) -> Result<Target, UpError> {
-        let key = key(self.api_key_file.as_deref()).map_err(UpError::Orders)?;
+    /// What is meant: a deployment on a cluster, where one is named; else addresses, or what runs here.
+    pub async fn find(&self, plugin: bool) -> Result<Target, String> {
+        let Some(name) = &self.name else {
+            let elsewhere = self.addresses() || self.state.given();
+            if self.cluster.given() || (plugin && !elsewhere) {
+                return Err(
+                    "a deployment on a cluster is looked at by its name: give NAME; `status` lists them".to_owned(),
+                );
+            }
+            return self.of_machine().map_err(|error| error.to_string());
+        };
+        let found = find(&self.cluster, name, self.router_pod.as_deref()).await;
+        let mut target = of_cluster(found.map_err(|error| error.to_string())?);
+        target.key = key(self.api_key_file.as_deref())?;
+        target.model = self.model.clone().or(target.model);
+        Ok(target)
+    }
+
+    fn addresses(&self) -> bool {
         let router = self.router.is_some() || self.router_admin.is_some();
-        let given = router || !self.prefills.is_empty() || !self.decodes.is_empty() || !self.ops.is_empty();
+        router || !self.prefills.is_empty() || !self.decodes.is_empty() || !self.ops.is_empty()
+    }
+
+    /// The addresses; of a deployment that runs, where no address is given.
+    fn of_machine(&self) -> Result<Target, UpError> {
+        let key = key(self.api_key_file.as_deref()).map_err(UpError::Orders)?;
+        let given = self.addresses();
         // who says where it is recorded means what runs there, and what else is given in its place
         let mut target = if given && !self.state.given() {
             Target::default()
@@ -136,13 +175,35 @@ impl Target {
     /// The router's admin port, if it is known.
     pub fn admin_port(&self) -> Option<AdminPort> {
         let origin = Origin::now();
-        self.admin.as_ref().map(|admin| AdminPort::new(admin, origin))
+        self.admin
+            .as_ref()
+            .map(|admin| AdminPort::new(admin, origin, &self.road))
     }
 
     /// What must be in no archive.
     pub fn secrets(&self) -> Vec<&str> {
         let admin = self.admin.as_ref().map(|admin| admin.token.text());
         admin.into_iter().chain(self.key.as_ref().map(Token::text)).collect()
+    }
+}
+
+fn of_cluster(found: Found) -> Target {
+    let (router, admin) = found.router.unzip();
+    let of = |side: Side, places: Vec<String>| places.into_iter().map(move |place| (side, place));
+    Target {
+        router,
+        admin: admin.map(|place| Admin {
+            place,
+            token: found.token,
+        }),
+        engines: of(Side::Prefill, found.prefills)
+            .chain(of(Side::Decode, found.decodes))
+            .collect(),
+        ops: found.ops,
+        model: found.model,
+        road: Road::Pods(found.road),
+        cluster: Some(found.run),
+        ..Target::default()
     }
 }
 

@@ -2,13 +2,13 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`connect`] | connections, which say which one they are |
+//! | [`connect`] | connections, each known by a number |
+//! | [`road`] | the way to a place: this machine's network, or a cluster's API server |
 //! | [`trust`] | whom TLS trusts |
 
 mod connect;
+mod road;
 mod trust;
-
-use std::net::SocketAddr;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
@@ -18,7 +18,8 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use serde_json::Value;
 
-use connect::{Connector, Local};
+pub use connect::{ConnectError, ConnectionId, Connector};
+pub use road::Road;
 pub use trust::Trust;
 
 use crate::console::with_causes;
@@ -28,6 +29,7 @@ use crate::console::with_causes;
 pub struct Http {
     client: Client<Connector, Full<Bytes>>,
     trust: Trust,
+    road: Road,
     /// Scheme, host and port, and what of the path comes before `/v1`.
     url: String,
 }
@@ -38,8 +40,8 @@ pub struct Answer {
     pub status: StatusCode,
     /// Of this router, where it failed: its stable code.
     pub error_code: Option<String>,
-    /// Our end of the connection that it came on: the same one twice is a connection that was reused.
-    pub connection: Option<SocketAddr>,
+    /// The one that it came on.
+    pub connection: Option<ConnectionId>,
     body: Incoming,
 }
 
@@ -63,6 +65,11 @@ pub enum HttpError {
 impl Http {
     /// A server by its URL, with or without `/v1`.
     pub fn new(url: &str, trust: Trust) -> Result<Self, String> {
+        Self::over(url, trust, Road::Tcp)
+    }
+
+    /// The same, reached by a road.
+    pub fn over(url: &str, trust: Trust, road: Road) -> Result<Self, String> {
         let base = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
         let parsed: Uri = base.parse().map_err(|error| format!("{url:?} is not a URL: {error}"))?;
         if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
@@ -77,8 +84,9 @@ impl Http {
             return Err("a URL must not hold a user and a password: a key is given by a file".to_owned());
         }
         Ok(Self {
-            client: client(&trust),
+            client: client(&trust, &road),
             trust,
+            road,
             url: base.to_owned(),
         })
     }
@@ -86,7 +94,7 @@ impl Http {
     /// The same server, with no connection open yet.
     pub fn fresh(&self) -> Self {
         Self {
-            client: client(&self.trust),
+            client: client(&self.trust, &self.road),
             ..self.clone()
         }
     }
@@ -108,7 +116,7 @@ impl Http {
         Ok(Answer {
             status: parts.status,
             error_code: code.and_then(|value| value.to_str().ok()).map(str::to_owned),
-            connection: parts.extensions.get::<Local>().map(|local| local.0),
+            connection: parts.extensions.get::<ConnectionId>().copied(),
             body,
         })
     }
@@ -139,10 +147,10 @@ impl Answer {
     }
 }
 
-fn client(trust: &Trust) -> Client<Connector, Full<Bytes>> {
+fn client(trust: &Trust, road: &Road) -> Client<Connector, Full<Bytes>> {
     Client::builder(TokioExecutor::new())
         .pool_timer(TokioTimer::new())
-        .build(Connector::new(trust.clone()))
+        .build(Connector::new(trust.clone(), road.clone()))
 }
 
 /// What a refusal says, in the server's own words.
@@ -159,18 +167,21 @@ pub fn said(body: &[u8]) -> String {
 
 /// What went wrong, by where it did.
 fn told(error: &hyper_util::client::legacy::Error) -> HttpError {
-    let text = with_causes(error);
+    match ConnectError::of(error) {
+        Some(ConnectError::Tls(text)) => return HttpError::Tls(text.clone()),
+        Some(refused) => return HttpError::Connect(refused.to_string()),
+        None => {}
+    }
+    // Of a port that is forwarded, that nobody listens there is known only when it is read.
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(inner) = cause {
-        if let Some(refused) = inner.downcast_ref::<connect::ConnectError>() {
-            return match refused {
-                connect::ConnectError::Tls(text) => HttpError::Tls(text.clone()),
-                other => HttpError::Connect(other.to_string()),
-            };
+        let io = inner.downcast_ref::<std::io::Error>();
+        if let Some(refused) = io.filter(|io| io.kind() == std::io::ErrorKind::ConnectionRefused) {
+            return HttpError::Connect(refused.to_string());
         }
         cause = inner.source();
     }
-    HttpError::Broken(text)
+    HttpError::Broken(with_causes(error))
 }
 
 #[cfg(test)]

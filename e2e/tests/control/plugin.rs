@@ -343,3 +343,53 @@ fn an_approval_lets_more_go_on_than_what_waits() {
         stage.promoted().await;
     });
 }
+
+#[test]
+fn the_role_of_diagnose_lacks_a_right_or_has_one_too_many() {
+    cluster::test(async |cluster| {
+        let (stage, _operator) = Stage::settled(cluster, "diagnoses", &[8], json!({})).await;
+        let viewer = Plugin::of(&stage, "view").await;
+        let refused = async |right: &str| {
+            eventually(right, PATIENCE, async || {
+                let said = viewer.run(&["diagnose", NAME, "--rounds=0"]).await;
+                let named = said.err.contains(right) && said.err.contains("tandem-diagnose");
+                if said.code == 1 && named {
+                    Ok(())
+                } else {
+                    Err(format!("{said:?}"))
+                }
+            })
+            .await;
+        };
+        let kubectl = |args: &[&str], input: &str| {
+            let output = cluster.kubectl(&[args, &["-n", &stage.namespace]].concat(), input);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        };
+        refused("may not get secrets").await;
+        let role = tandem_e2e::root().join("charts/tandem/files/diagnose-rbac.yaml");
+        let role = std::fs::read_to_string(role).expect("the role");
+        kubectl(&["apply", "--filename=-"], &role);
+        let account = format!("--serviceaccount={}:view", stage.namespace);
+        kubectl(&["create", "rolebinding", "d", "--role=tandem-diagnose", &account], "");
+        // All rights are there. No port is forwarded, for nobody stands behind a scripted node: no engine is called dead for that.
+        eventually("it may look", PATIENCE, async || {
+            let said = viewer.run(&["diagnose", NAME, "--rounds=0"]).await;
+            let parts = ["its ports cannot be forwarded", "no engine of chat can be looked at"];
+            let tried = said.code == 1 && parts.iter().all(|part| said.err.contains(part));
+            if tried { Ok(()) } else { Err(format!("{said:?}")) }
+        })
+        .await;
+        // Each of them is needed.
+        let without = |rule: usize| {
+            let patch = format!("[{{\"op\": \"remove\", \"path\": \"/rules/{rule}\"}}]");
+            kubectl(
+                &["patch", "role", "tandem-diagnose", "--type=json", "--patch", &patch],
+                "",
+            );
+        };
+        without(0);
+        refused("may not create pods/portforward").await;
+        without(0);
+        refused("may not get secrets").await;
+    });
+}

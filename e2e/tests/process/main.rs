@@ -8,6 +8,7 @@ mod connections;
 mod differential;
 mod docs;
 mod fixtures;
+mod forward;
 mod freeze;
 mod http;
 mod kill;

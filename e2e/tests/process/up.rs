@@ -19,7 +19,7 @@ pub struct Up {
 }
 
 impl Up {
-    fn launch(flags: &[&str]) -> Self {
+    pub fn launch(flags: &[&str]) -> Self {
         Self::launch_logging("info", flags)
     }
 
