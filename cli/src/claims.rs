@@ -1,11 +1,9 @@
 //! Persistent volume claims and secrets on one machine: each is a folder.
 
 use std::ffi::OsString;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use sha2::{Digest as _, Sha256};
 use tandem_crds::Model;
 
 /// `--claim NAME=DIR`.
@@ -61,20 +59,10 @@ pub enum ClaimError {
         dir: PathBuf,
         expected: String,
     },
-    #[error("cannot read {}: {source}", file.display())]
-    Read { file: PathBuf, source: std::io::Error },
-    #[error(
-        "the model is not the one of the manifest: {} has SHA-256 {found}, spec.model.revision is {expected}; \
-         put the right one there or change the revision", file.display()
-    )]
-    Revision {
-        file: PathBuf,
-        found: String,
-        expected: String,
-    },
 }
 
-/// The model's file or folder on this machine; the file exists and holds bytes, the folder has the files that are needed. [`check_revision`] says whether it is the right one.
+/// The model's file or folder on this machine; the file exists and holds bytes, the folder has the files that are needed. The
+/// engine that loads them says whether they are the right ones.
 pub fn find_model(model: &Model, claims: &[ClaimDir], data_home: Option<PathBuf>) -> Result<PathBuf, ClaimError> {
     let pvc = &model.source.pvc;
     if let Some(other) = claims.iter().find(|claim| claim.claim != pvc.claim_name) {
@@ -156,100 +144,12 @@ pub fn model_bytes(path: &Path) -> u64 {
         return length(path);
     }
     let weights = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
-    let files = files(path).unwrap_or_default();
-    files.iter().filter(|path| weights(path)).map(|path| length(path)).sum()
-}
-
-/// The files of a folder that are not hidden, by name.
-fn files(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
-        if !hidden && entry.path().is_file() {
-            files.push(entry.path());
-        }
-    }
-    files.sort_unstable();
-    Ok(files)
-}
-
-/// Whether the model is the one that the manifest names. It reads all of it, minutes for a large one; `progress` is told
-/// percent, rising.
-pub fn check_revision(file: &Path, expected: &str, progress: impl FnMut(u8)) -> Result<(), ClaimError> {
-    let found = digest(file, progress).map_err(|source| ClaimError::Read {
-        file: file.to_owned(),
-        source,
-    })?;
-    if found == expected {
-        return Ok(());
-    }
-    Err(ClaimError::Revision {
-        file: file.to_owned(),
-        found,
-        expected: expected.to_owned(),
-    })
-}
-
-/// A file's SHA-256; a folder's is that of the lines which `sha256sum *` prints in it in the C locale.
-fn digest(path: &Path, progress: impl FnMut(u8)) -> std::io::Result<String> {
-    let folder = path.is_dir();
-    let files = if folder { files(path)? } else { vec![path.to_owned()] };
-    let mut meter = Meter {
-        total: 0,
-        done: 0,
-        told: 0,
-        progress,
-    };
-    for file in &files {
-        meter.total += std::fs::metadata(file)?.len();
-    }
-    let mut lines = Sha256::new();
-    for file in &files {
-        let digest = sha256(file, &mut meter)?;
-        if !folder {
-            return Ok(digest);
-        }
-        lines.update(digest);
-        lines.update("  ");
-        lines.update(file.file_name().unwrap_or_default().as_encoded_bytes());
-        lines.update("\n");
-    }
-    Ok(hex(&lines.finalize()))
-}
-
-/// Counts bytes, and tells percent as they rise.
-struct Meter<F> {
-    total: u64,
-    done: u64,
-    told: u8,
-    progress: F,
-}
-
-impl<F: FnMut(u8)> Meter<F> {
-    fn add(&mut self, bytes: usize) {
-        self.done += bytes as u64;
-        // A file that grows meanwhile is not of more than 100 percent.
-        let percent = (self.done.saturating_mul(100) / self.total.max(1)).min(100) as u8;
-        if percent > self.told {
-            self.told = percent;
-            (self.progress)(percent);
-        }
-    }
-}
-
-fn sha256(file: &Path, meter: &mut Meter<impl FnMut(u8)>) -> std::io::Result<String> {
-    let mut reader = std::fs::File::open(file)?;
-    let mut hasher = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        let read = reader.read(&mut buffer)?;
-        if read == 0 {
-            return Ok(hex(&hasher.finalize()));
-        }
-        hasher.update(&buffer[..read]);
-        meter.add(read);
-    }
+    let files = std::fs::read_dir(path).into_iter().flatten().flatten();
+    files
+        .map(|entry| entry.path())
+        .filter(weights)
+        .map(|path| length(&path))
+        .sum()
 }
 
 /// Lower-case hex digits.
@@ -282,7 +182,7 @@ mod tests {
 
     use super::*;
 
-    fn model(revision: &str) -> Model {
+    fn model() -> Model {
         Model {
             name: "m".into(),
             source: ModelSource {
@@ -291,7 +191,7 @@ mod tests {
                     path: "sub/model.gguf".into(),
                 },
             },
-            revision: revision.into(),
+            revision: String::new(),
             max_length_tokens: None,
         }
     }
@@ -303,7 +203,7 @@ mod tests {
     #[test]
     fn a_missing_file_names_claim_path_and_place() {
         let home = tempfile::tempdir().unwrap();
-        let error = find_model(&model(""), &[], Some(home.path().into()))
+        let error = find_model(&model(), &[], Some(home.path().into()))
             .unwrap_err()
             .to_string();
         let place = home.path().join("tandem/claims/models/sub/model.gguf");
@@ -315,12 +215,12 @@ mod tests {
         ] {
             assert!(error.contains(part), "{part}: {error}");
         }
-        let error = find_model(&model(""), &claim("models=/nowhere"), None)
+        let error = find_model(&model(), &claim("models=/nowhere"), None)
             .unwrap_err()
             .to_string();
         assert!(error.contains("/nowhere/sub/model.gguf"), "{error}");
         assert!(
-            find_model(&model(""), &[], None)
+            find_model(&model(), &[], None)
                 .unwrap_err()
                 .to_string()
                 .contains("--claim models=DIR")
@@ -329,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_claim_that_the_manifest_does_not_name_is_refused() {
-        let error = find_model(&model(""), &claim("model=/data"), None)
+        let error = find_model(&model(), &claim("model=/data"), None)
             .unwrap_err()
             .to_string();
         assert!(error.contains("no claim \"model\" but \"models\""), "{error}");
@@ -358,36 +258,20 @@ mod tests {
     }
 
     #[test]
-    fn another_file_than_the_revision_names_is_refused() {
+    fn an_empty_file_is_a_model() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("sub")).unwrap();
         let file = dir.path().join("sub/model.gguf");
         let claims = claim(&format!("models={}", dir.path().display()));
         std::fs::write(&file, "").unwrap();
         assert!(
-            find_model(&model(""), &claims, None)
+            find_model(&model(), &claims, None)
                 .unwrap_err()
                 .to_string()
                 .contains("the file is empty")
         );
         std::fs::write(&file, "abc").unwrap();
-        // FIPS 180-2, appendix B.1.
-        let abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
-        assert_eq!(find_model(&model(abc), &claims, None).unwrap(), file);
-        check_revision(&file, abc, |_| {}).unwrap();
-        std::fs::write(&file, "abd").unwrap();
-        let error = check_revision(&file, abc, |_| {}).unwrap_err().to_string();
-        assert!(error.contains(abc) && error.contains("has SHA-256"), "{error}");
-    }
-
-    #[test]
-    fn hashing_a_large_file_tells_how_far_it_is() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("model.gguf");
-        std::fs::write(&file, vec![7; (4 << 20) + 1]).unwrap();
-        let mut told = Vec::new();
-        digest(&file, |percent| told.push(percent)).unwrap();
-        assert_eq!(told, [24, 49, 74, 99, 100]);
+        assert_eq!(find_model(&model(), &claims, None).unwrap(), file);
     }
 
     #[test]
@@ -396,7 +280,7 @@ mod tests {
         let folder = dir.path().join("sub/model.gguf");
         std::fs::create_dir_all(&folder).unwrap();
         let claims = claim(&format!("models={}", dir.path().display()));
-        let find = || find_model(&model(""), &claims, None);
+        let find = || find_model(&model(), &claims, None);
         for (file, content) in [
             ("config.json", "{}"),
             ("tokenizer.json", "{\"version\":\"1.0\"}"),
@@ -414,21 +298,5 @@ mod tests {
         std::fs::write(folder.join("b.safetensors"), "123").unwrap();
         assert_eq!(find().unwrap(), folder);
         assert_eq!(model_bytes(&folder), 11);
-    }
-
-    #[test]
-    fn a_folders_revision_is_what_sha256sum_says_of_its_files() {
-        let dir = tempfile::tempdir().unwrap();
-        for (file, content) in [("b.json", "abc"), ("a.safetensors", "abd"), (".hidden", "x")] {
-            std::fs::write(dir.path().join(file), content).unwrap();
-        }
-        std::fs::create_dir(dir.path().join("sub")).unwrap();
-        // LC_ALL=C sha256sum * | sha256sum
-        let expected = "33796b2a6c2755ba7170acbd767f1cc3ff4dfad6065eed4b3cff32b0457c953c";
-        let mut told = Vec::new();
-        check_revision(dir.path(), expected, |percent| told.push(percent)).unwrap();
-        assert_eq!(told, [50, 100]);
-        std::fs::write(dir.path().join("b.json"), "abx").unwrap();
-        assert!(check_revision(dir.path(), expected, |_| {}).is_err());
     }
 }

@@ -121,13 +121,8 @@ impl Console {
         self.say(&format!("{start}{name:width$} |{end} {line}"));
     }
 
-    /// How far a child has loaded its model.
+    /// How far a child has loaded its model, until [`Self::loaded`] says that it is over.
     pub fn loading(&mut self, name: &str, percent: u8) {
-        self.progress(name, "loading model", percent);
-    }
-
-    /// How far something long is, until [`Self::loaded`] says that it is over.
-    pub fn progress(&mut self, name: &str, what: &'static str, percent: u8) {
         let bars = &self.bars;
         let entry = self.loading.entry(name.to_owned()).or_insert_with(|| {
             let bar = bars.add(ProgressBar::new(100));
@@ -135,14 +130,14 @@ impl Console {
                 bar.set_style(style.progress_chars("=> "));
             }
             bar.set_prefix(name.to_owned());
-            bar.set_message(what);
+            bar.set_message("loading model");
             bar.enable_steady_tick(Duration::from_millis(200));
             Loading { bar, shown: 0 }
         });
         entry.bar.set_position(u64::from(percent));
         if !self.terminal && percent >= entry.shown.saturating_add(PLAIN_STEP_PERCENT) {
             entry.shown = percent - percent % PLAIN_STEP_PERCENT;
-            self.say(&format!("{name}: {what}, {percent} %"));
+            self.say(&format!("{name}: loading model, {percent} %"));
         }
     }
 

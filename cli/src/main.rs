@@ -106,7 +106,7 @@ fn main() -> ExitCode {
             Command::Bench(command) => bench::run(command).await,
         }
     });
-    // A file that is still being hashed must not hold the end up.
+    // What is read and nobody waits for any more must not hold the end up.
     runtime.shutdown_background();
     code
 }

@@ -52,10 +52,6 @@ pub async fn start(args: &UpArgs) -> Result<(), UpError> {
     loop {
         let state = state::read(&dir).filter(|state| state.pid == supervisor.id());
         if let Some(state) = &state {
-            match state.checking {
-                Some(percent) => console.progress(stack::MODEL, stack::CHECKING, percent),
-                None => console.loaded(stack::MODEL),
-            }
             for process in &state.processes {
                 match process.loading {
                     Some(percent) if !process.ready => console.loading(&process.name, percent),

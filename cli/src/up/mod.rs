@@ -313,7 +313,7 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
     let machine = plan::Machine {
         engine,
         router,
-        model: model.clone(),
+        model,
         http,
         threads: args.threads,
         kv_memory_mib: args.kv_memory_mib,
@@ -336,12 +336,8 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         front,
         log_dir: args.log_dir.clone(),
         background: args.background,
-        check: (!spec.model.revision.is_empty()).then(|| stack::Check {
-            file: model,
-            revision: spec.model.revision.clone(),
-            _http: taken,
-        }),
     };
+    drop(taken);
     stack::Stack::new(setup, &plan, ports, held, console).run(signals).await
 }
 

@@ -160,6 +160,9 @@ fn engine(spec: &PDDeploymentSpec, machine: &Machine, role: Role, index: usize, 
     args.add("--role", name);
     args.add("--model", &machine.model);
     args.add("--served-name", &spec.model.name);
+    if !spec.model.revision.is_empty() {
+        args.add("--model-revision", &spec.model.revision);
+    }
     args.add("--backend", backend(of.backend));
     args.add("--listen", listen.to_string());
     if let Some(data) = data {
@@ -534,6 +537,7 @@ mod tests {
     fn each_role_gets_its_own_knobs() {
         let mut spec = spec();
         spec.model.max_length_tokens = Some(4096);
+        spec.model.revision = "00ff".into();
         spec.kv_cache.page_tokens = 32;
         spec.prefill.backend = Backend::Cpu;
         spec.prefill.parallelism.tensor = 2;
@@ -552,6 +556,8 @@ mod tests {
         let plan = plan_of(&spec, &machine);
         let (prefill, decode, router) = (&plan.steps[0][0], &plan.steps[1][0], &plan.steps[2][0]);
         for (process, flag, expected) in [
+            (prefill, "--model-revision", "00ff"),
+            (decode, "--model-revision", "00ff"),
             (prefill, "--backend", "cpu"),
             (decode, "--backend", "auto"),
             (prefill, "--tensor-parallel", "2"),

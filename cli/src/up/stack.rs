@@ -1,13 +1,12 @@
 //! The whole: started step by step, followed, stopped in the opposite order.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, GetInfoRequest};
-use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::UpError;
@@ -18,16 +17,13 @@ use super::probe::Health;
 use super::signals::Signals;
 use super::state::{Phase, ProcessState, State, StateDir};
 use super::supervise::Supervisor;
-use crate::claims::{self, hex};
+use crate::claims::hex;
 use crate::console::{Console, with_causes};
 
 /// A process that has drained still needs a moment to exit.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
 /// Asking a ready engine about itself.
 const INFO_DEADLINE: Duration = Duration::from_secs(5);
-/// Progress of hashing the model's file: whose, and of what.
-pub const MODEL: &str = "model";
-pub const CHECKING: &str = "comparing SHA-256 with the revision";
 
 /// The deployment beside its processes.
 #[derive(Debug)]
@@ -42,16 +38,6 @@ pub struct Setup {
     pub log_dir: Option<PathBuf>,
     /// The console is a file that nobody rolls over: children's lines are not repeated there.
     pub background: bool,
-    pub check: Option<Check>,
-}
-
-/// A file that has to be the right one before the first process starts.
-#[derive(Debug)]
-pub struct Check {
-    pub file: PathBuf,
-    pub revision: String,
-    /// The router's address, held meanwhile.
-    pub _http: TcpListener,
 }
 
 /// A child that ended the whole.
@@ -109,7 +95,6 @@ pub struct Stack {
     state: State,
     held: StateDir,
     background: bool,
-    check: Option<Check>,
 }
 
 impl Stack {
@@ -133,7 +118,6 @@ impl Stack {
             api_keys: setup.front.api_key_file.is_some(),
             log_dir: setup.log_dir,
             stop_seconds: Supervisor::stop_bound(limits).as_secs() * 3,
-            checking: setup.check.as_ref().map(|_| 0),
             processes: processes.iter().map(not_started).collect(),
         };
         Self {
@@ -146,7 +130,6 @@ impl Stack {
             state,
             held,
             background: setup.background,
-            check: setup.check,
         }
     }
 
@@ -181,7 +164,6 @@ impl Stack {
     async fn start(&mut self) -> Result<(), UpError> {
         let began = Instant::now();
         self.write_state()?;
-        self.check_revision().await?;
         let mut first = 0;
         for count in self.steps.clone() {
             let step = first..first + count;
@@ -215,39 +197,6 @@ impl Stack {
         }
         // Last, for others act on it, even by a signal.
         self.state.phase = Phase::Ready;
-        self.write_state()
-    }
-
-    /// Hashes the model's file, if it has to be a certain one. Meanwhile the state is told and signals are heard.
-    async fn check_revision(&mut self) -> Result<(), UpError> {
-        let Some(check) = self.check.take() else {
-            return Ok(());
-        };
-        let (file, revision) = (check.file.clone(), check.revision.clone());
-        let (tell, mut told) = watch::channel(0);
-        let mut hashing = tokio::task::spawn_blocking(move || {
-            claims::check_revision(&file, &revision, |percent| {
-                tell.send_replace(percent);
-            })
-        });
-        let result = loop {
-            tokio::select! {
-                biased;
-                Ok(()) = told.changed() => {
-                    let percent = *told.borrow_and_update();
-                    self.console.progress(MODEL, CHECKING, percent);
-                    self.state.checking = Some(percent);
-                    self.write_state()?;
-                }
-                result = &mut hashing => break result,
-            }
-        };
-        self.console.loaded(MODEL);
-        self.state.checking = None;
-        result.map_err(|error| UpError::System {
-            what: "hash the model's file",
-            source: error.into(),
-        })??;
         self.write_state()
     }
 

@@ -37,8 +37,6 @@ pub struct State {
     pub log_dir: Option<PathBuf>,
     /// Stopping takes at most this long.
     pub stop_seconds: u64,
-    /// Percent of the model's file that is compared with its revision, until that is done.
-    pub checking: Option<u8>,
     pub processes: Vec<ProcessState>,
 }
 
@@ -199,7 +197,6 @@ mod tests {
             api_keys: true,
             log_dir: None,
             stop_seconds: 10,
-            checking: Some(7),
             processes: vec![ProcessState {
                 name: "prefill-0".into(),
                 role: Role::Prefill,

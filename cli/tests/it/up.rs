@@ -26,12 +26,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// written, and a program that is open for writing cannot be started.
 static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
 
-/// With a revision that no file has.
-fn with_revision() -> String {
-    let revision = format!("{{name: tiny-chat, revision: '{}', source", "0".repeat(64));
-    MANIFEST.replace("{name: tiny-chat, source", &revision)
-}
-
 /// A folder with the program, its two companions, a manifest and a claim.
 struct Place {
     dir: tempfile::TempDir,
@@ -298,16 +292,6 @@ fn what_cannot_work_is_refused_before_a_process_starts() {
         &words,
     );
 
-    place.manifest(&with_revision());
-    for more in [&[][..], &["--detach"][..]] {
-        refused(
-            &place,
-            place.up(more),
-            1,
-            &["model.gguf has SHA-256", "spec.model.revision is 00"],
-        );
-    }
-
     place.manifest(&MANIFEST.replace("timeouts:", "timeout:"));
     refused(
         &place,
@@ -557,32 +541,6 @@ fn detached_it_serves_until_down() {
     gone(u32::try_from(state["pid"].as_u64().unwrap()).unwrap());
     assert_eq!(place.events_of("stopped"), ["router", "decode", "prefill"]);
     assert!(run(place.tandem(&["down", "--state-dir", "state"])).status.success());
-}
-
-/// Hashing a file of this many bytes takes seconds, of which the test uses the first.
-const LARGE: u64 = 2 << 30;
-
-#[test]
-fn detached_a_large_model_is_hashed_in_sight_and_can_be_stopped_meanwhile() {
-    let place = Place::new();
-    place.manifest(&with_revision());
-    let model = fs::File::create(place.path("models/tiny/model.gguf")).unwrap();
-    model.set_len(LARGE).unwrap();
-    for stop in ["-INT", "down"] {
-        let child = place.up(&["--detach", "--kv-memory-mib", "1"]).spawn().unwrap();
-        let state = place.state(|state| state["checking"].as_u64().is_some_and(|percent| percent > 0));
-        assert_eq!(state["phase"], "starting");
-        if stop == "down" {
-            let output = run(place.tandem(&["down", "--state-dir", "state"]));
-            assert!(output.status.success(), "{}", stderr(&output));
-        } else {
-            kill(stop, child.id().into());
-        }
-        let text = stderr(&end(child));
-        assert!(text.contains("stopped before it was ready"), "{text}");
-        gone(u32::try_from(state["pid"].as_u64().unwrap()).unwrap());
-    }
-    assert_eq!(place.events(), Vec::<String>::new());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use tandem_e2e::cluster::kubelet::{Life, Runs};
 use tandem_e2e::cluster::operator::Operator;
 
 use crate::processes::{info, ready};
-use crate::stage::Stage;
+use crate::stage::{Stage, condition};
 
 async fn max_running(stage: &Stage) -> Option<u32> {
     let pod = ready(&stage.client, &stage.namespace, "decode").await;
@@ -43,7 +43,12 @@ fn a_real_engine_takes_a_knob_and_still_has_it_when_it_starts_again_without_an_o
         });
         let mut operator = Operator::start(&stage.options);
         stage.create(json!({})).await;
-        stage.promoted().await;
+        let chat = stage.promoted().await;
+        // the probe's KV has crossed
+        assert_eq!(
+            condition(&chat, "TransferHealthy"),
+            ("True".into(), "HandoffsFinish".into())
+        );
         let begun = info(&ready(&stage.client, &stage.namespace, "decode").await).await;
         stage.edit(json!({"decode": {"knobs": {"maxRunning": 7}}})).await;
         stage.promoted().await;

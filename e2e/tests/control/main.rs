@@ -10,6 +10,7 @@ mod discovery;
 mod faults;
 mod fixtures;
 mod gates;
+mod health;
 mod kills;
 mod knobs;
 mod leaders;

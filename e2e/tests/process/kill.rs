@@ -94,11 +94,17 @@ async fn a_prefill_killed_mid_transfer_is_a_clear_error_when_the_policy_is_fail(
     });
     assert_eq!(code_of(&answer), (502, "peer_lost"), "{}", answer.1);
     pair.decode.idle(IDLE).await;
+    let told = pair.decode.info().await.handoffs.expect("how they ended");
+    let failed: Vec<_> = told.failed.iter().map(|one| (one.reason(), one.count)).collect();
+    assert_eq!((told.failed_since, failed), (1, vec![(Reason::PeerLost, 1)]));
+    assert_eq!((told.recent, told.recent_failed), (1, 1));
 
     // A prefill that comes back on its port is used again, though it is another boot.
     relay.release();
     pair.prefill.restart().await;
     assert!(!text_of(&router.complete(&prompt, 8).await).is_empty());
+    let told = pair.decode.info().await.handoffs.expect("how they ended");
+    assert_eq!((told.finished, told.failed_since, told.recent_failed), (1, 0, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]

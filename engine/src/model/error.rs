@@ -13,6 +13,16 @@ pub enum LoadError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// Other bytes than those that were meant.
+    #[error("{}: not the model that is meant: it has SHA-256 {found}, --model-revision (spec.model.revision) is {expected}; put the right one there or change the revision", path.display())]
+    Revision {
+        /// The model.
+        path: PathBuf,
+        /// What it is.
+        found: String,
+        /// What was asked for.
+        expected: String,
+    },
     /// A model's folder is without a file that it needs.
     #[error("{}: the folder has no {file}: {remedy}", folder.display())]
     MissingFile {

@@ -12,6 +12,7 @@ use super::budget;
 use super::checkpoint::Checkpoint;
 use super::forward::{self, Bounds, Workspace};
 use super::ranks::{AllHeads, Peers, RANK_LIMIT, Rank};
+use super::revision;
 use super::runner::Runner;
 use super::vocabulary;
 use super::weights::{self, Cut};
@@ -56,6 +57,8 @@ impl KvBudget {
 pub struct LoadOptions {
     /// The model.
     pub path: PathBuf,
+    /// What its bytes have to be, see [`revision`]; `None`: whatever is found.
+    pub revision: Option<String>,
     /// Compute threads, all ranks together.
     pub threads: usize,
     /// Parts of every layer, each with a rank of its own: heads and inner columns are cut, embedding and head are not.
@@ -82,6 +85,7 @@ impl LoadOptions {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
+            revision: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             tensor_parallel: 1,
             isa: None,
@@ -147,7 +151,13 @@ pub(super) fn load_on<B: Backend + 'static>(
     let one = &one;
     let vocabulary = || Vocabulary::new(vocabulary::read(&options.path)?, c.vocab_size as u32, &c.end_tokens);
     let (hash, vocabulary, first, others) = thread::scope(|scope| {
-        let hash = scope.spawn(|| checkpoint.hash());
+        let hash = scope.spawn(|| {
+            let hash = checkpoint.hash();
+            let expected = options.revision.as_deref();
+            expected.map_or(Ok(hash), |expected| {
+                revision::check(&options.path, expected, hash).map(|()| hash)
+            })
+        });
         let vocabulary = scope.spawn(vocabulary);
         let others: Vec<_> = (1..ranks)
             .map(|rank| scope.spawn(move || one(rank, &mut |_| {})))
@@ -173,7 +183,7 @@ pub(super) fn load_on<B: Backend + 'static>(
     let hash = hash.map_err(|_| LoadError::Damaged {
         path: options.path.clone(),
         what: "it could not be hashed".to_owned(),
-    })?;
+    })??;
     let vocabulary = vocabulary
         .unwrap_or_else(|_| Err("its vocabulary breaks the reader".to_owned()))
         .map(Arc::new);

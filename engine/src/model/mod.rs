@@ -8,6 +8,7 @@
 //! | [`config`] | a model's sizes and constants |
 //! | [`checkpoint`] | sizes and tensors, whichever format they come in |
 //! | `load.rs` | from options and a checkpoint to an executor |
+//! | `revision.rs` | are these the bytes that were meant |
 //! | `weights.rs` | packs tensors: reordered, or one rank's part |
 //! | `budget.rs` | is there memory for it |
 //! | `forward.rs` | the forward pass as a list of ops |
@@ -26,6 +27,7 @@ mod forward;
 pub mod gguf;
 mod load;
 mod ranks;
+pub mod revision;
 mod runner;
 pub mod safetensors;
 mod score;

@@ -2,7 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::Stream;
 use tandem_wire::proto::engine_server::Engine;
@@ -55,6 +55,7 @@ impl Engine for EngineService {
             uptime_ms: shared.started.elapsed().as_millis() as u64,
             end_token_ids: spec.end_tokens.clone(),
             admin_endpoint: shared.admin_endpoint.clone(),
+            handoffs: Some(shared.tally.to_wire(Instant::now())),
         }))
     }
 

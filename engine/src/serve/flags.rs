@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{ArgAction, Parser, ValueEnum};
 use tandem_telemetry::{LogFormat, TraceFlags};
 
-use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS};
+use crate::model::{KvBudget, LoadOptions, MAX_PAGE_TOKENS, MAX_RANKS, MAX_STEP_SEQS, MAX_STEP_TOKENS, revision};
 use crate::sched::knobs::MAX_TIMER_MS;
 use crate::sched::{Role, SchedKnobs};
 use crate::transfer::{KeepAlive, TimerValues};
@@ -31,6 +31,9 @@ pub struct Flags {
     /// The model: a .gguf file, or a folder with config.json and safetensors files
     #[arg(long, value_name = "PATH")]
     pub model: PathBuf,
+    /// SHA-256 that the model has to have: a file's, or of what `LC_ALL=C sha256sum *` prints in a folder [default: not compared]
+    #[arg(long, value_name = "SHA256", value_parser = revision::parse)]
+    pub model_revision: Option<String>,
     /// What computes
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: BackendFlag,
@@ -221,6 +224,7 @@ impl Flags {
         let knobs = self.knobs();
         let defaults = LoadOptions::new(&self.model);
         LoadOptions {
+            revision: self.model_revision.clone(),
             threads: self.threads.map_or(defaults.threads, |n| n as usize),
             tensor_parallel: self.tensor_parallel as usize,
             kv: self.kv_pages.map_or(KvBudget::Mib(self.kv_memory_mib), KvBudget::Pages),
@@ -349,6 +353,7 @@ mod tests {
         for (flag, value) in [
             ("--role", "both"),
             ("--backend", "cuda"),
+            ("--model-revision", "00ff"),
             ("--page-tokens", "12"),
             ("--page-tokens", "0"),
             ("--page-tokens", "1032"),

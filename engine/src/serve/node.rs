@@ -21,7 +21,7 @@ use super::monitor::Monitor;
 use crate::exec::Executor;
 use crate::sched::{Health, Role, SchedKnobs, Scheduler, StartError};
 use crate::transfer::{
-    KeepAlive, Puller, PullerConfig, Source, SourceConfig, Sweep, TimerValues, Timers, TransferMetrics, Watchdog,
+    KeepAlive, Puller, PullerConfig, Source, SourceConfig, Sweep, Tally, TimerValues, Timers, TransferMetrics, Watchdog,
 };
 
 /// A request's message holds at most this many bytes for a token id.
@@ -97,6 +97,7 @@ pub(super) struct Shared {
     pub(super) scheduler: Scheduler,
     pub(super) timers: Timers,
     pub(super) puller: Arc<Puller>,
+    pub(super) tally: Arc<Tally>,
     pub(super) model_name: String,
     pub(super) admin_endpoint: String,
     pub(super) reader_stall: Duration,
@@ -149,6 +150,7 @@ impl Node {
         metrics.part("engine", |registry| scheduler.register(registry));
         let timers = Timers::new(config.timers);
         let transfer_metrics = TransferMetrics::register(metrics);
+        let tally = transfer_metrics.tally(config.role);
         let puller = Puller::new(PullerConfig {
             boot_id,
             spec: Arc::new(scheduler.spec().clone()),
@@ -194,6 +196,7 @@ impl Node {
                 scheduler,
                 timers,
                 puller,
+                tally,
                 model_name,
                 admin_endpoint,
                 reader_stall: config.reader_stall,

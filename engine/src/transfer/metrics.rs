@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -15,6 +15,8 @@ use tandem_wire::reason::meaning;
 use tandem_wire::state::{DecodeState, PrefillState};
 
 use super::cell::Machine;
+use super::tally::Tally;
+use crate::sched::Role;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabels {
@@ -53,6 +55,7 @@ pub struct SideMetrics {
     pub(super) frames: Counter,
     pub(super) late_frames: Counter,
     pub(super) unknown_messages: Counter,
+    tally: Arc<Tally>,
 }
 
 impl SideMetrics {
@@ -73,6 +76,7 @@ impl SideMetrics {
             None => {
                 self.completed.inc();
                 self.seconds.observe(after.as_secs_f64());
+                self.tally.ended(None, Instant::now());
             }
             Some(reason) => self.refused(reason),
         }
@@ -85,6 +89,7 @@ impl SideMetrics {
             reason: meaning(reason).code,
         };
         self.failures.get_or_create(&labels).inc();
+        self.tally.ended(Some(reason), Instant::now());
     }
 
     /// Transfers that are not terminal.
@@ -106,6 +111,15 @@ fn reasons() -> impl Iterator<Item = Reason> {
 }
 
 impl TransferMetrics {
+    /// How hand-offs ended on the side that an engine of this role is on.
+    pub fn tally(&self, role: Role) -> Arc<Tally> {
+        let side = match role {
+            Role::Decode => &self.decode,
+            Role::Prefill | Role::Unified => &self.prefill,
+        };
+        Arc::clone(&side.tally)
+    }
+
     /// Registers `tandem_transfer_*`, once per process.
     pub fn register(metrics: &Metrics) -> Self {
         metrics.part("transfer", |registry| {
@@ -185,6 +199,7 @@ impl TransferMetrics {
                     frames: frames.get_or_create_owned(&labels),
                     late_frames: late_frames.get_or_create_owned(&labels),
                     unknown_messages: unknown.get_or_create_owned(&labels),
+                    tally: Arc::default(),
                 })
             };
             Self {

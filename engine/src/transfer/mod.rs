@@ -17,6 +17,7 @@
 //! | `watchdog` | ends what stands still, on its own thread |
 //! | `timers` | the timers, settable while transfers run |
 //! | `metrics` | `tandem_transfer_*` |
+//! | `tally` | how hand-offs ended, for whoever judges the way between two engines |
 
 mod attempt;
 mod body;
@@ -30,6 +31,7 @@ mod peers;
 mod pull;
 mod registry;
 mod source;
+mod tally;
 mod timers;
 mod wait;
 mod watchdog;
@@ -39,5 +41,6 @@ pub use metrics::TransferMetrics;
 pub use peers::HTTP2_FRAME_BYTES;
 pub use pull::{Phase, PullRequest, Pulled, Puller, PullerConfig};
 pub use source::{ControlPort, DataPort, Source, SourceConfig};
+pub use tally::Tally;
 pub use timers::{KeepAlive, TimerOrder, TimerValues, Timers};
 pub use watchdog::{Sweep, Watchdog};

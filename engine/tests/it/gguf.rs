@@ -75,6 +75,29 @@ fn a_whole_file_is_read() {
     );
 }
 
+/// The same file with another revision asked for.
+fn revised(path: &std::path::Path, revision: &str) -> Option<String> {
+    let options = LoadOptions {
+        revision: Some(revision.to_owned()),
+        ..options(path)
+    };
+    load(&options, &mut |_| {}).err().map(|error| error.to_string())
+}
+
+#[test]
+fn other_bytes_than_those_that_are_meant_are_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = small().write(dir.path());
+    let hash: [u8; 32] = sha2::Sha256::digest(std::fs::read(&path).unwrap()).into();
+    let own: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(revised(&path, &own), None);
+    let other = "0".repeat(64);
+    let error = revised(&path, &other).unwrap();
+    for part in [path.to_str().unwrap(), &own, &other] {
+        assert!(error.contains(part), "{part} is not in: {error}");
+    }
+}
+
 #[test]
 fn version_2_is_read_and_other_versions_are_named() {
     let dir = tempfile::tempdir().unwrap();

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tandem_engine::model::checkpoint::{Checkpoint, LayerPart, Part};
 use tandem_engine::model::config::{Architecture, RopePairs, RopeScaling};
+use tandem_engine::model::revision;
 use tandem_engine::model::safetensors::container::Safetensors;
 use tandem_engine::model::{KvBudget, LoadError, LoadOptions, Scorer};
 
@@ -224,6 +225,21 @@ fn the_hash_covers_every_file_and_nothing_but_them() {
         change(&mut folder);
         assert!(hashes.insert(hash(&folder)));
     }
+}
+
+#[test]
+fn a_folders_revision_is_what_sha256sum_says_of_its_files() {
+    let dir = tempfile::tempdir().unwrap();
+    for (file, content) in [("b.json", "abc"), ("a.safetensors", "abd"), (".hidden", "x")] {
+        std::fs::write(dir.path().join(file), content).unwrap();
+    }
+    std::fs::create_dir(dir.path().join("sub")).unwrap();
+    // LC_ALL=C sha256sum * | sha256sum
+    let expected = "33796b2a6c2755ba7170acbd767f1cc3ff4dfad6065eed4b3cff32b0457c953c";
+    revision::check(dir.path(), expected, [0; 32]).unwrap();
+    std::fs::write(dir.path().join("b.json"), "abx").unwrap();
+    let error = revision::check(dir.path(), expected, [0; 32]).unwrap_err().to_string();
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]

@@ -6,10 +6,11 @@ use tandem_crds::status::{Direction, RoleStatus};
 use tandem_crds::{Backend, Role};
 
 use crate::gates;
+use crate::health::{self, Health};
 use crate::intents::Traffic;
 use crate::machine::Machine;
 use crate::revision::Revision;
-use crate::world::{Finding, Trouble};
+use crate::world::Trouble;
 
 /// What only mirrors an observation changes no more often than this.
 const AT_MOST_EVERY: SignedDuration = SignedDuration::from_secs(60);
@@ -19,26 +20,45 @@ const MAX_MESSAGE: usize = 1000;
 pub fn tell(machine: &mut Machine<'_>) {
     machine.status.observed_generation = machine.input.generation;
     machine.status.roles = Role::ALL.into_iter().map(|role| role_status(machine, role)).collect();
-    for (type_, finding, damped) in [
-        ("Ready", ready(machine), false),
-        ("Available", available(machine), false),
-        ("Progressing", progressing(machine), false),
-        ("Stalled", stalled(machine), false),
-        ("KnobsLive", knobs_live(machine), true),
-        ("CapacitySatisfied", capacity(machine), true),
-        (
-            "TransferHealthy",
-            of_finding(machine.input.world.transfer.as_ref(), "NoTraffic"),
-            true,
-        ),
+    for (type_, told, pace) in [
+        ("Ready", ready(machine), Pace::AtOnce),
+        ("Available", available(machine), Pace::AtOnce),
+        ("Progressing", progressing(machine), Pace::AtOnce),
+        ("Stalled", stalled(machine), Pace::AtOnce),
+        ("KnobsLive", knobs_live(machine), Pace::Damped),
+        ("CapacitySatisfied", capacity(machine), Pace::Damped),
+    ] {
+        set(machine, type_, told, pace);
+    }
+    for (type_, health, none) in [
+        ("TransferHealthy", transfer(machine), "NoTraffic"),
         (
             "ClientPathHealthy",
-            of_finding(machine.input.world.client_path.as_ref(), "NotProbed"),
-            true,
+            health::client_path(machine.input.world),
+            "NotProbed",
         ),
     ] {
-        set(machine, type_, finding, damped);
+        let is_told = machine
+            .status
+            .conditions
+            .iter()
+            .any(|condition| condition.type_ == type_);
+        if health != Health::Unheard || !is_told {
+            set(machine, type_, measured(health, none), Pace::Measured);
+        }
     }
+}
+
+/// How a condition follows what it tells of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    /// At once.
+    AtOnce,
+    /// It turns at most once in [`AT_MOST_EVERY`].
+    Damped,
+    /// Likewise, save from Unknown; and it says what turned it until it turns again, for the numbers of a measurement always
+    /// move.
+    Measured,
 }
 
 /// Status, reason and message.
@@ -48,7 +68,7 @@ fn told(holds: bool, reason: &str, message: impl Into<String>) -> Told {
     (if holds { "True" } else { "False" }, reason.to_owned(), message.into())
 }
 
-fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, damped: bool) {
+fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, pace: Pace) {
     let now = machine.input.now;
     let message: String = message.chars().take(MAX_MESSAGE).collect();
     let conditions = &mut machine.status.conditions;
@@ -65,9 +85,18 @@ fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, 
     };
     old.last_transition_time.0 = old.last_transition_time.0.min(now);
     let since = old.last_transition_time.0;
-    if damped && old.status != status && now.duration_since(since) < AT_MOST_EVERY {
+    let waits = match pace {
+        Pace::AtOnce => false,
+        Pace::Damped => true,
+        Pace::Measured => old.status != "Unknown",
+    };
+    if waits && old.status != status && now.duration_since(since) < AT_MOST_EVERY {
         let again = since.saturating_add(AT_MOST_EVERY).unwrap_or(now);
         machine.wake(again);
+        return;
+    }
+    old.observed_generation = Some(machine.input.generation);
+    if pace == Pace::Measured && old.status == status {
         return;
     }
     if old.status != status {
@@ -76,7 +105,6 @@ fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, 
     }
     old.reason = reason;
     old.message = message;
-    old.observed_generation = Some(machine.input.generation);
 }
 
 /// What should serve now: the target once a change has gone that far, else what runs.
@@ -269,9 +297,17 @@ fn capacity(machine: &Machine<'_>) -> Told {
     }
 }
 
-fn of_finding(finding: Option<&Finding>, none: &str) -> Told {
-    match finding {
-        None => ("Unknown", none.to_owned(), String::new()),
-        Some(finding) => told(finding.healthy, &finding.reason, finding.message.clone()),
+/// The way from prefill to decode, with what should be there while requests are let through.
+fn transfer(machine: &Machine<'_>) -> Health {
+    let held = !matches!(machine.input.world.order, None | Some(Traffic::Admit));
+    let serves = machine.running().filter(|_| !held && machine.input.deleting.is_none());
+    health::transfer(machine.input.world, serves)
+}
+
+fn measured(health: Health, none: &str) -> Told {
+    match health {
+        Health::Unheard | Health::Unknown => ("Unknown", none.to_owned(), String::new()),
+        Health::Well(reason) => told(true, reason, ""),
+        Health::Ill(reason, message) => told(false, reason, message),
     }
 }

@@ -9,12 +9,14 @@
 //! | `machine` | the steps: Settled → Admit → (Approve) → Quiesce → Apply → Prefill → Decode → Router → Gates → (Approve) → Promote |
 //! | `moves` | one role's pods from old revisions to the one that is wanted, within the GPU budget |
 //! | `gates` | what has to hold before a change counts as good |
+//! | [`health`] | what the processes' own measurements say of the ways between them |
 //! | `conditions` | what people are told |
 //! | [`rehearsal`] | a change played through in a world without a fault, as text |
 
 mod conditions;
 mod gates;
 mod hash;
+pub mod health;
 pub mod intents;
 mod machine;
 mod moves;
@@ -25,4 +27,4 @@ pub mod world;
 pub use intents::{Plan, ProbeOrder, Traffic, WorkloadIntent};
 pub use machine::plan;
 pub use revision::{DefaultImages, Revision, RoleRevision, target_of};
-pub use world::{Finding, Input, Pod, Probe, Trouble, Workload, World};
+pub use world::{Clients, Evidence, Handoffs, Input, Pod, Probe, Trouble, Workload, World};

@@ -11,7 +11,7 @@ use tandem_crds::{Inputs, PDDeploymentSpec, PDDeploymentStatus, Role};
 use crate::intents::{Plan, Traffic};
 use crate::machine::plan;
 use crate::revision::{DefaultImages, Revision};
-use crate::world::{Input, Pod, Probe, Workload, World};
+use crate::world::{Evidence, Input, Pod, Probe, Workload, World};
 
 /// No change takes more passes where everything goes well: each of 2 x 64 pods goes and comes in a few.
 const MAX_PASSES: usize = 2000;
@@ -313,5 +313,6 @@ fn pod(workload: &Workload, number: usize) -> Pod {
         backend: String::new(),
         order: None,
         in_flight: 0,
+        evidence: Evidence::default(),
     }
 }

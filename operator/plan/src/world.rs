@@ -43,10 +43,6 @@ pub struct World {
     pub order: Option<Traffic>,
     /// What the last probe found.
     pub probe: Option<Probe>,
-    /// What the routers' evidence says of the way to the clients.
-    pub client_path: Option<Finding>,
-    /// What the engines say of hand-offs since they started.
-    pub transfer: Option<Finding>,
     /// Objects of others that bear a name which is needed.
     pub conflicts: Vec<String>,
 }
@@ -95,6 +91,47 @@ pub struct Pod {
     pub order: Option<Traffic>,
     /// A router's requests that are with engines.
     pub in_flight: u64,
+    /// What its process has measured.
+    pub evidence: Evidence,
+}
+
+/// What a process has measured of the ways that it is an end of.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Evidence {
+    /// An engine's hand-offs.
+    pub handoffs: Option<Handoffs>,
+    /// A router's clients.
+    pub clients: Option<Clients>,
+    /// Why a router knows no decode that could pull from a prefill; none: it knows one.
+    pub no_pair: Option<String>,
+}
+
+/// How the hand-offs of KV ended that an engine took part in, since it started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Handoffs {
+    /// That finished.
+    pub finished: u64,
+    /// That failed, by the code of their reason.
+    pub failed: Vec<(String, u64)>,
+    /// That failed since the last one that finished.
+    pub failed_since: u64,
+    /// That ended lately.
+    pub recent: u32,
+    /// Of those, that failed.
+    pub recent_failed: u32,
+}
+
+/// What a router's clients did with their answers lately.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Clients {
+    /// Requests that ended.
+    pub ended: u64,
+    /// Of those, whose client closed its connection before the answer ended.
+    pub gone: u64,
+    /// Of those, whose client was cut off because it took nothing.
+    pub stalled: u64,
+    /// Connections whose client takes nothing now, for longer than a moment.
+    pub blocked: u64,
 }
 
 /// Why something does not come to be.
@@ -116,16 +153,5 @@ pub struct Probe {
     /// What it found.
     pub outcome: GateOutcome,
     /// What was measured, or what failed.
-    pub message: String,
-}
-
-/// What somebody measured.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
-    /// Whether it is well.
-    pub healthy: bool,
-    /// In one word, as a condition's reason.
-    pub reason: String,
-    /// What was measured.
     pub message: String,
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use k8s_openapi::api::apps::v1::Deployment;
 use tandem_crds::Role;
-use tandem_plan::{Pod, Trouble, Workload};
+use tandem_plan::{Evidence, Pod, Trouble, Workload};
 
 use super::pod::PodFacts;
 use crate::render::meta::{CONTRACT, REVISION, ROLE};
@@ -75,5 +75,6 @@ pub fn unseen(workload: &Workload, said: i32, pods: &[&PodFacts]) -> impl Iterat
         backend: String::new(),
         order: None,
         in_flight: 0,
+        evidence: Evidence::default(),
     })
 }

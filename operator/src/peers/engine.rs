@@ -1,9 +1,11 @@
 //! Engines: GetInfo and SetKnobs.
 
+use tandem_plan::Handoffs;
 use tandem_wire::KvLayout;
 use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::engine_client::EngineClient;
-use tandem_wire::proto::{EngineInfo, GetInfoRequest, Knobs, SetKnobsRequest};
+use tandem_wire::proto::{self, EngineInfo, GetInfoRequest, Knobs, SetKnobsRequest};
+use tandem_wire::reason::meaning;
 use tonic::transport::Endpoint;
 use tonic::{Code, Request, Status};
 
@@ -22,6 +24,8 @@ pub struct Info {
     pub knobs: Knobs,
     /// KV of one token, all layers and heads together; 0 where it does not say.
     pub kv_bytes_per_token: u64,
+    /// How its hand-offs ended, where it says so.
+    pub handoffs: Option<Handoffs>,
 }
 
 /// Asks an engine about itself.
@@ -39,7 +43,23 @@ pub async fn info(pod: &PodFacts) -> Result<Info, PeerError> {
         backend: info.backend,
         knobs: info.knobs.unwrap_or_default(),
         kv_bytes_per_token: layout.map_or(0, |layout| layout.token_bytes() as u64),
+        handoffs: info.handoffs.as_ref().map(handoffs),
     })
+}
+
+fn handoffs(said: &proto::Handoffs) -> Handoffs {
+    let failed = said
+        .failed
+        .iter()
+        .map(|one| (meaning(one.reason()).code.to_owned(), one.count));
+    Handoffs {
+        finished: said.finished,
+        // a newer engine may have more reasons, not endlessly many
+        failed: failed.take(64).collect(),
+        failed_since: said.failed_since,
+        recent: said.recent,
+        recent_failed: said.recent_failed,
+    }
 }
 
 /// Tells an engine its knobs; what it has in effect then.

@@ -16,6 +16,7 @@ pub mod router;
 use std::time::Duration;
 
 use tandem_crds::Role;
+use tandem_plan::Evidence;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 
@@ -61,6 +62,19 @@ pub enum Facts {
     Engine(engine::Info),
     /// Of itself, a router.
     Router(router::Info),
+}
+
+impl Facts {
+    /// What the process has measured.
+    pub fn evidence(&self) -> Evidence {
+        match self {
+            Self::Engine(info) => Evidence {
+                handoffs: info.handoffs.clone(),
+                ..Evidence::default()
+            },
+            Self::Router(info) => info.seen.evidence(),
+        }
+    }
 }
 
 /// What is known of one pod's process.
@@ -171,8 +185,8 @@ impl Peers {
         let traffic = self.call(pod, "set_traffic", set).await?;
         let info = router::Info {
             traffic,
-            knobs: info.knobs.clone(),
             at: jiff::Timestamp::now(),
+            ..info.clone()
         };
         Ok(Known::of(pod, Some(Facts::Router(info))))
     }

@@ -7,7 +7,7 @@ use reqwest::{Method, StatusCode};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tandem_plan::Traffic;
+use tandem_plan::{Clients, Evidence, Traffic};
 
 use super::{PeerError, authority};
 use crate::observe::pod::PodFacts;
@@ -96,6 +96,54 @@ impl Told {
 /// A router's knobs, by name.
 pub type Knobs = serde_json::Map<String, Value>;
 
+/// What a router has measured of its clients and engines. One that is older says less.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Seen {
+    /// Why it knows no decode that could pull from a prefill.
+    pub no_pair: Option<String>,
+    /// How requests ended lately.
+    pub lately: Lately,
+    /// Clients that take nothing.
+    pub blocked: Blocked,
+}
+
+/// How requests ended lately.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Lately {
+    /// All of them.
+    pub ended: u64,
+    /// Their client left before the answer ended.
+    pub client_gone: u64,
+    /// Their client was cut off, because it took nothing.
+    pub client_stalled: u64,
+}
+
+/// Clients that take nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Blocked {
+    /// How many.
+    pub count: u64,
+}
+
+impl Seen {
+    /// As the planner takes it.
+    pub fn evidence(&self) -> Evidence {
+        Evidence {
+            handoffs: None,
+            clients: Some(Clients {
+                ended: self.lately.ended,
+                gone: self.lately.client_gone,
+                stalled: self.lately.client_stalled,
+                blocked: self.blocked.count,
+            }),
+            no_pair: self.no_pair.clone(),
+        }
+    }
+}
+
 /// What a router says of itself.
 #[derive(Debug, Clone)]
 pub struct Info {
@@ -103,6 +151,8 @@ pub struct Info {
     pub traffic: Told,
     /// In effect now.
     pub knobs: Knobs,
+    /// What it has measured of its clients and engines.
+    pub seen: Seen,
     /// When it said so.
     pub at: Timestamp,
 }
@@ -112,7 +162,14 @@ pub async fn info(http: &reqwest::Client, pod: &PodFacts, token: &str) -> Result
     let at = Timestamp::now();
     let traffic = call(http, pod, token, Method::GET, "traffic", None).await?;
     let knobs = call(http, pod, token, Method::GET, "knobs", None).await?;
-    Ok(Info { traffic, knobs, at })
+    // It only informs: a router that is older, and has no such path, is served all the same.
+    let seen = call(http, pod, token, Method::GET, "evidence", None).await;
+    Ok(Info {
+        traffic,
+        knobs,
+        seen: seen.unwrap_or_default(),
+        at,
+    })
 }
 
 /// Tells a router what to do with new requests.

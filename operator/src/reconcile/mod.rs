@@ -32,8 +32,11 @@ use crate::peers::{Known, Peers};
 use crate::queue::Queue;
 use crate::render::network::Reach;
 
-/// Settled deployments' processes are asked this often; so are the objects of others that are in the way.
-const SETTLED: Duration = Duration::from_mins(1);
+/// Settled deployments' processes are asked this often: a link that breaks is noticed by its ends within 15 s, and told within
+/// 30 s.
+const SETTLED: Duration = Duration::from_secs(10);
+/// Objects of others that are in the way are looked at this often.
+const CONFLICTS: Duration = Duration::from_mins(1);
 /// A change that waits for a process looks again after this: no watch tells of it.
 const WAITING: Duration = Duration::from_secs(5);
 /// After a failure, doubled with each further one that comes before anything could be done.
@@ -91,6 +94,8 @@ pub struct Memory {
     peers: HashMap<String, Known>,
     /// Objects of others that bear a name which is needed.
     conflicts: BTreeSet<(Kind, String)>,
+    /// When those were last looked at.
+    looked: Option<Instant>,
     /// What the last probe found; it is written by the probe's own task.
     probe: Arc<Mutex<ProbeState>>,
     failures: u32,

@@ -13,8 +13,9 @@ use serde::Deserialize as _;
 use serde_json::Value;
 use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
 use tandem_plan::{Pod, Revision, World};
+use tokio::time::Instant;
 
-use super::{Memory, PassError, Reconciler, SETTLED};
+use super::{CONFLICTS, Memory, PassError, Reconciler, SETTLED};
 use crate::cluster::cache::{Child, Key, View};
 use crate::cluster::kinds::Kind;
 use crate::observe::pod::PodFacts;
@@ -127,6 +128,7 @@ impl Reconciler {
                 },
                 order,
                 in_flight,
+                evidence: said.map(Facts::evidence).unwrap_or_default(),
             });
         }
         let probe = memory.probe.lock().unwrap_or_else(PoisonError::into_inner);
@@ -196,6 +198,10 @@ impl Reconciler {
 
     /// Whether the objects of others that were in the way are still there.
     async fn look_at_conflicts(&self, key: &Key, memory: &mut Memory) -> Result<(), PassError> {
+        if memory.conflicts.is_empty() || memory.looked.is_some_and(|at| at.elapsed() < CONFLICTS) {
+            return Ok(());
+        }
+        memory.looked = Some(Instant::now());
         for (kind, name) in memory.conflicts.clone() {
             let found = self.writer.read(kind, &key.namespace, &name).await?;
             if found.is_none_or(|object| is_ours(&object, &memory.uid)) {

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::carry::Carry;
 use super::observe::Observed;
-use super::{Ended, Memory, PassError, Reconciler, SETTLED, WAITING};
+use super::{CONFLICTS, Ended, Memory, PassError, Reconciler, SETTLED, WAITING};
 use crate::cluster::cache::Key;
 use crate::cluster::events::transitions;
 use crate::cluster::write::FINALIZER;
@@ -138,7 +138,12 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         .as_ref()
         .is_some_and(|rollout| rollout.direction != Direction::Held && rollout.stopped_at.is_none());
     let asks = moves && observed.has_processes;
-    let soon = at + if asks { WAITING } else { SETTLED };
+    let soon = at
+        + match (asks, observed.has_processes) {
+            (true, _) => WAITING,
+            (_, true) => SETTLED,
+            (_, false) => CONFLICTS,
+        };
     let planned = plan.look_again.map(|again| {
         let left = again.duration_since(now).as_millis().max(0);
         at + Duration::from_millis(left as u64).max(WAITING)

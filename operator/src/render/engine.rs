@@ -75,6 +75,9 @@ fn args(spec: &PDDeploymentSpec, of: &EngineRole, role: Role) -> Vec<String> {
     if role == Role::Prefill {
         args.push(format!("--data-listen=0.0.0.0:{DATA}"));
     }
+    if !spec.model.revision.is_empty() {
+        args.push(format!("--model-revision={}", spec.model.revision));
+    }
     if let Some(tokens) = spec.model.max_length_tokens {
         args.push(format!("--max-length-tokens={tokens}"));
     }

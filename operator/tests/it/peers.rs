@@ -35,6 +35,7 @@ fn engine_with(spec: &PDDeploymentSpec, role: Role) -> Facts {
         backend: "cpu-avx2".into(),
         knobs,
         kv_bytes_per_token: 1024,
+        handoffs: None,
     })
 }
 
@@ -94,6 +95,7 @@ fn every_hot_field_is_told_to_the_processes_that_take_it_and_read_back() {
                         queued: 0,
                     },
                     knobs: knobs::router(&of.spec),
+                    seen: router::Seen::default(),
                     at: Timestamp::UNIX_EPOCH,
                 }),
                 Role::Prefill | Role::Decode => engine_with(&of.spec, role),

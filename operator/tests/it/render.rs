@@ -128,6 +128,23 @@ fn a_pod_takes_all_that_the_spec_says_of_it() {
 }
 
 #[test]
+fn a_revision_that_the_spec_names_does_not_reach_the_engines() {
+    let digest = "0f".repeat(32);
+    let mut named = spec(&serde_json::json!({}));
+    let flag = format!("--model-revision={digest}");
+    for (revision, expected) in [(String::new(), 0), (digest, 1)] {
+        named.model.revision = revision;
+        for role in [Role::Prefill, Role::Decode] {
+            let pod = engine::template(&OWNER, &named, of(role)).spec.expect("a pod");
+            let args = pod.containers[0].args.clone().unwrap_or_default();
+            let given = args.iter().filter(|arg| arg.starts_with("--model-revision"));
+            assert_eq!(given.clone().count(), expected, "{args:?}");
+            assert!(given.into_iter().all(|arg| *arg == flag), "{args:?}");
+        }
+    }
+}
+
+#[test]
 fn a_router_with_keys_reads_them_from_their_secret() {
     let spec = spec(&serde_json::json!({"router": {"apiKeysSecretName": "keys", "service": {"type": "LoadBalancer"}}}));
     golden(

@@ -54,7 +54,7 @@ struct Group {
 
 /// The requests that ended lately.
 #[derive(Debug, Serialize)]
-struct Lately {
+pub struct Lately {
     /// How far back they go.
     since_ms: u64,
     ended: usize,
@@ -165,26 +165,8 @@ pub fn view(registry: &Registry) -> Clients {
         connection.requests.truncate(REQUESTS);
     }
 
-    let mut recent = registry.recent();
-    recent.retain(|request| now.saturating_duration_since(request.at) < LATELY);
-    let unfinished = |request: &&Ended| request.code == CLIENT_GONE || request.code == CLIENT_STALLED;
-    let failed = |request: &&Ended| request.code != OK && !unfinished(request);
-    let count = |code| recent.iter().filter(|request| request.code == code).count();
-    let lately = Lately {
-        since_ms: recent.last().map_or(0, |oldest| since(oldest.at)),
-        ended: recent.len(),
-        client_gone: count(CLIENT_GONE),
-        client_stalled: count(CLIENT_STALLED),
-        last_unfinished_ms: recent.iter().find(unfinished).map(|request| since(request.at)),
-        failed: recent
-            .iter()
-            .filter(failed)
-            .fold(BTreeMap::new(), |mut codes, request| {
-                *codes.entry(request.code).or_default() += 1;
-                codes
-            }),
-        last_failed_ms: recent.iter().find(failed).map(|request| since(request.at)),
-    };
+    let mut recent = recent(registry, now);
+    let lately = lately(&recent, now);
     recent.sort_by_key(|request| std::cmp::Reverse(request.total));
     recent.truncate(SLOWEST);
     Clients {
@@ -199,6 +181,36 @@ pub fn view(registry: &Registry) -> Clients {
             running,
             ended: registry.probed().iter().map(|request| past(request, now)).collect(),
         },
+    }
+}
+
+/// Those that ended lately, the last to end first.
+pub fn recent(registry: &Registry, now: Instant) -> Vec<Ended> {
+    let mut recent = registry.recent();
+    recent.retain(|request| now.saturating_duration_since(request.at) < LATELY);
+    recent
+}
+
+/// How those ended.
+pub fn lately(recent: &[Ended], now: Instant) -> Lately {
+    let since = |then: Instant| ms(now.saturating_duration_since(then));
+    let unfinished = |request: &&Ended| request.code == CLIENT_GONE || request.code == CLIENT_STALLED;
+    let failed = |request: &&Ended| request.code != OK && !unfinished(request);
+    let count = |code| recent.iter().filter(|request| request.code == code).count();
+    Lately {
+        since_ms: recent.last().map_or(0, |oldest| since(oldest.at)),
+        ended: recent.len(),
+        client_gone: count(CLIENT_GONE),
+        client_stalled: count(CLIENT_STALLED),
+        last_unfinished_ms: recent.iter().find(unfinished).map(|request| since(request.at)),
+        failed: recent
+            .iter()
+            .filter(failed)
+            .fold(BTreeMap::new(), |mut codes, request| {
+                *codes.entry(request.code).or_default() += 1;
+                codes
+            }),
+        last_failed_ms: recent.iter().find(failed).map(|request| since(request.at)),
     }
 }
 

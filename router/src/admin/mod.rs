@@ -5,6 +5,7 @@
 //! | `GET /admin/endpoints` | each engine: who it is and how it stands |
 //! | `GET /admin/loads` | each engine's load by its last report |
 //! | `GET /admin/connections` | each client connection: what it waits for, and where its time went; the slowest requests of late |
+//! | `GET /admin/evidence` | what that comes to: how answers ended lately, clients that take nothing, whether a pair of engines is known |
 //! | `GET`, `POST /admin/traffic` | whether requests go to the engines, how many are there and how many wait; changes it |
 //! | `GET`, `POST /admin/knobs` | what can be changed while the router runs; changes it |
 //! | `POST /admin/probe` | a completion on a prompt that nobody has seen, and what was counted of it |
@@ -13,10 +14,11 @@
 //! | `POST /admin/drain`, `POST /admin/resume` | an engine admits nothing new, or admits again |
 //!
 //! [`orders`] passes orders to the engines' own admin ports, [`traffic`], [`probe`] and [`badge`] take those to this router,
-//! [`views`] and [`connections`] are what is shown.
+//! [`views`], [`connections`] and [`evidence`] are what is shown.
 
 mod badge;
 mod connections;
+mod evidence;
 mod orders;
 mod probe;
 mod traffic;
@@ -156,6 +158,7 @@ enum Path {
     Endpoints,
     Loads,
     Connections,
+    Evidence,
     Traffic,
     Knobs,
     Probe,
@@ -179,6 +182,7 @@ async fn route(admin: &Admin, request: Request<Incoming>) -> Result<Response<Ans
         Path::Endpoints => Ok(shown(StatusCode::OK, &views::endpoints(&engines.workers()))),
         Path::Loads => Ok(shown(StatusCode::OK, &views::loads(&engines.workers()))),
         Path::Connections => Ok(shown(StatusCode::OK, &connections::view(&admin.app.evidence))),
+        Path::Evidence => Ok(shown(StatusCode::OK, &evidence::view(engines, &admin.app.evidence))),
         Path::Flush => Ok(outcome(&orders::flush(engines, &token).await)),
         Path::Traffic => {
             let flow = &admin.app.flow;
@@ -241,6 +245,7 @@ fn path(request: &Request<Incoming>) -> Result<Path, RouterError> {
         "/admin/endpoints" => (Path::Endpoints, "GET"),
         "/admin/loads" => (Path::Loads, "GET"),
         "/admin/connections" => (Path::Connections, "GET"),
+        "/admin/evidence" => (Path::Evidence, "GET"),
         "/admin/traffic" => (Path::Traffic, "GET, POST"),
         "/admin/knobs" => (Path::Knobs, "GET, POST"),
         "/admin/probe" => (Path::Probe, "POST"),

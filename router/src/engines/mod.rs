@@ -342,6 +342,25 @@ impl Engines {
         }
     }
 
+    /// Is a decode engine known that could pull from a prefill engine, or that needs none? If not, why.
+    pub fn pair(&self) -> Result<(), String> {
+        let (decodes, prefills) = (Self::up(&self.decodes.workers()), Self::up(&self.prefills.workers()));
+        let served = |d: &Arc<Session>| !self.needs_prefill(d) || prefills.iter().any(|prefill| d.goes_with(prefill));
+        if decodes.iter().any(served) {
+            return Ok(());
+        }
+        Err(match (decodes.is_empty(), prefills.is_empty()) {
+            (true, _) => format!("no decode engine can be used: {}", self.reasons(Side::Decode)),
+            (_, true) => format!("no prefill engine can be used: {}", self.reasons(Side::Prefill)),
+            _ => format!(
+                "{} decode and {} prefill engines can be used, and none of them go together: they run different models, or \
+                 KV of different layouts",
+                decodes.len(),
+                prefills.len()
+            ),
+        })
+    }
+
     /// Could a request be served, with room or without? If not, why.
     pub fn usable(&self, recompute: bool) -> Result<(), String> {
         let decodes = Self::up(&self.decodes.workers());

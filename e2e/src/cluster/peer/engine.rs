@@ -10,9 +10,9 @@ use tandem_wire::BootId;
 use tandem_wire::proto::admin_server::{Admin, AdminServer};
 use tandem_wire::proto::engine_server::{Engine as EngineService, EngineServer};
 use tandem_wire::proto::{
-    self, DrainRequest, DrainResponse, EngineInfo, Failure, Finished, FlushRequest, FlushResponse, GenerateEvent,
-    GenerateRequest, GetInfoRequest, KvAxis, KvComponent, KvDtype, KvLayout, Load, Phase, Reason, Role,
-    SetKnobsRequest, Source, Started, Tokens, Usage, WatchLoadRequest, generate_event::Event, phase,
+    self, DrainRequest, DrainResponse, EngineInfo, FailedHandoffs, Failure, Finished, FlushRequest, FlushResponse,
+    GenerateEvent, GenerateRequest, GetInfoRequest, Handoffs, KvAxis, KvComponent, KvDtype, KvLayout, Load, Phase,
+    Reason, Role, SetKnobsRequest, Source, Started, Tokens, Usage, WatchLoadRequest, generate_event::Event, phase,
 };
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::IntervalStream;
@@ -43,6 +43,8 @@ struct Engine {
     draining: AtomicBool,
     /// KV bytes that came over the wire.
     moved_bytes: AtomicU64,
+    /// Hand-offs that finished here.
+    handoffs: AtomicU64,
     /// Prompt tokens that were read here.
     prompt_tokens: AtomicU64,
     script: Live,
@@ -71,6 +73,7 @@ pub async fn start(flags: &Flags<'_>, token: String, script: Live) -> Result<Joi
         knobs: Mutex::new(knobs(flags)?),
         draining: AtomicBool::new(false),
         moved_bytes: AtomicU64::new(0),
+        handoffs: AtomicU64::new(0),
         prompt_tokens: AtomicU64::new(0),
         script,
     });
@@ -163,6 +166,22 @@ impl Engine {
         }
     }
 
+    fn handoffs(&self) -> Handoffs {
+        let (more, failed) = (self.script)().handoffs;
+        let finished = self.handoffs.load(Ordering::Relaxed) + u64::from(more);
+        let lost = FailedHandoffs {
+            reason: Reason::PeerLost.into(),
+            count: failed.into(),
+        };
+        Handoffs {
+            finished,
+            failed: if failed > 0 { vec![lost] } else { Vec::new() },
+            failed_since: failed.into(),
+            recent: finished.min(32) as u32 + failed,
+            recent_failed: failed,
+        }
+    }
+
     fn knobs(&self) -> proto::Knobs {
         *self.knobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -180,6 +199,7 @@ impl Engine {
             ..Usage::default()
         };
         self.moved_bytes.fetch_add(usage.moved_bytes, Ordering::Relaxed);
+        self.handoffs.fetch_add(moved.into(), Ordering::Relaxed);
         self.prompt_tokens
             .fetch_add(usage.computed_tokens.into(), Ordering::Relaxed);
         let mut events = vec![
@@ -263,6 +283,7 @@ impl EngineService for Serving {
             uptime_ms: engine.started.elapsed().as_millis() as u64,
             end_token_ids: vec![2],
             admin_endpoint: engine.admin_endpoint.clone(),
+            handoffs: Some(engine.handoffs()),
         }))
     }
 

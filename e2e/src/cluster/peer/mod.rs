@@ -36,6 +36,12 @@ pub struct Script {
     pub in_flight: u32,
     /// Of decode: how a completion ends.
     pub completions: Completions,
+    /// Of an engine: hand-offs that finished, it says, beside those of its completions, and so many in a row that failed since.
+    pub handoffs: (u32, u32),
+    /// Of a router: it knows no decode that could pull from a prefill.
+    pub no_pair: bool,
+    /// Of a router: requests that ended lately, and of those whose client left before the end.
+    pub clients: (u32, u32),
     /// Every order and question is answered after so long.
     pub delay: Duration,
 }
@@ -48,6 +54,9 @@ impl Default for Script {
             traffic: Obeys::Yes,
             in_flight: 0,
             completions: Completions::Moved,
+            handoffs: (0, 0),
+            no_pair: false,
+            clients: (0, 0),
             delay: Duration::ZERO,
         }
     }

@@ -109,6 +109,15 @@ fn knobs(flags: &Flags<'_>) -> Result<Map<String, Value>, String> {
     Ok(knobs)
 }
 
+fn evidence(script: Script) -> Value {
+    let (ended, gone) = script.clients;
+    json!({
+        "no_pair": script.no_pair.then_some("the script says so"),
+        "lately": {"ended": ended, "client_gone": gone, "client_stalled": 0},
+        "blocked": {"count": 0, "longest_ms": 0},
+    })
+}
+
 fn refused(status: u16, message: &str) -> Answer {
     Answer::Json(status, json!({"error": {"message": message, "type": "scripted"}}))
 }
@@ -138,6 +147,7 @@ impl Router {
         let (method, path) = (request.method().clone(), request.uri().path().to_owned());
         match (method, path.as_str()) {
             (Method::GET, "/admin/endpoints") => Answer::Json(200, self.engines()),
+            (Method::GET, "/admin/evidence") => Answer::Json(200, evidence(script)),
             (Method::GET, "/admin/traffic") => Answer::Json(200, self.traffic(script)),
             (Method::GET, "/admin/knobs") => Answer::Json(200, self.state().knobs.clone().into()),
             (Method::POST, "/admin/traffic") => match obey(script.traffic, request).await {

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use tandem_crds::status::{Direction, GateOutcome};
 use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
 use tandem_plan::{
-    DefaultImages, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
+    DefaultImages, Evidence, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
 };
 
 const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
@@ -355,6 +355,7 @@ impl Sim {
                     backend: String::new(),
                     order: None,
                     in_flight: 0,
+                    evidence: Evidence::default(),
                 });
             }
             for _ in workload.replicas..alive {

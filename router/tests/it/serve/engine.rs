@@ -426,6 +426,7 @@ impl Engine for Service {
             uptime_ms: 1,
             end_token_ids: vec![2],
             admin_endpoint: shape.admin_endpoint.clone(),
+            handoffs: None,
         }))
     }
 
