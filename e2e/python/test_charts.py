@@ -108,6 +108,24 @@ def test_an_operator_of_some_namespaces_is_bound_in_these_alone(helm: str):
         assert binding["roleRef"]["name"] in names(everywhere, "ClusterRole")
 
 
+def test_the_role_for_diagnosing_opens_the_tokens_of_the_deployments_that_are_named(helm: str, tmp_path: pathlib.Path):
+    subject = {"kind": "Group", "name": "oncall", "apiGroup": "rbac.authorization.k8s.io"}
+    of = [{"namespace": "serving", "deployments": ["chat", "search"], "subjects": [subject]}, {"namespace": "lab", "deployments": ["x"]}]
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"diagnose": of}))
+    objects = render(helm, f"--values={values}")
+    tested = yaml.safe_load((CHART / "files" / "diagnose-rbac.yaml").read_text())["rules"]
+    roles = {o["metadata"]["namespace"]: o for o in objects if o["kind"] == "Role"}
+    assert roles.keys() == {"serving", "lab"}
+    for namespace, deployments in (("serving", ["chat", "search"]), ("lab", ["x"])):
+        for rule, shipped in zip(tested, roles[namespace]["rules"], strict=True):
+            tokens = {"resourceNames": [f"{name}-admin-token" for name in deployments]} if "resourceNames" in rule else {}
+            assert shipped == rule | tokens
+    (binding,) = [o for o in objects if o["kind"] == "RoleBinding" and o["metadata"]["name"] == "tandem-diagnose"]
+    assert (binding["metadata"]["namespace"], binding["subjects"]) == ("serving", [subject])
+    assert not [o for o in render(helm) if o["kind"] == "Role"]
+
+
 def test_two_releases_share_no_name(helm: str):
     first, second = ({(o["kind"], o["metadata"]["name"]) for o in render(helm, *MONITORED, release=r)} for r in ("tandem", "b"))
     assert first.isdisjoint(second)
