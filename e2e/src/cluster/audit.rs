@@ -18,6 +18,8 @@ pub struct Request {
     /// How it was answered.
     #[serde(default)]
     pub response_status: Answer,
+    /// When it came, in UTC with microseconds: what is later is greater as text. The answer may be much later.
+    pub request_received_timestamp: String,
     stage: String,
 }
 
