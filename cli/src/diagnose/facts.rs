@@ -1,49 +1,7 @@
-//! What a record says, in the terms that the rules speak in; and every observation as a line with its number.
+//! What a record says, in the terms that the rules speak in.
 
-use std::fmt;
-
-use super::record::{
-    ANSWERED, Clients, Connection, Engine, HeardEngine, Inflight, Kept, Load, Outcome, Probe, Record, Side, Way,
-};
-
-/// A number of an observation.
-pub type Note = usize;
-
-/// One line: what was seen, and where.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct Observation {
-    pub number: Note,
-    pub place: String,
-    pub text: String,
-}
-
-/// All of them, in order.
-#[derive(Debug, Default)]
-pub struct Notes(pub Vec<Observation>);
-
-impl Notes {
-    fn take(&mut self, place: &str, text: String) -> Note {
-        let number = self.0.len() + 1;
-        self.0.push(Observation {
-            number,
-            place: place.to_owned(),
-            text,
-        });
-        number
-    }
-}
-
-/// Time for people.
-pub struct Seconds(pub u64);
-
-impl fmt::Display for Seconds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            ms @ 0..10_000 => write!(f, "{}.{} s", ms / 1000, ms % 1000 / 100),
-            ms => write!(f, "{} s", ms / 1000),
-        }
-    }
-}
+use super::observation::{Note, Notes, Seconds, count, own_word, probes_line, range, routers_word};
+use super::record::{Clients, Connection, Engine, HeardEngine, Inflight, Load, Outcome, Probe, Record, Side, Way};
 
 /// What is known.
 #[derive(Debug)]
@@ -100,6 +58,13 @@ pub enum Condition {
     Steps { longest_ms: u64 },
     /// It has, and nothing was done for it for too long.
     Late { still_ms: u64 },
+}
+
+impl Condition {
+    /// It has something to compute, and no step takes long.
+    pub fn steps_well(self, stuck_ms: u64) -> bool {
+        matches!(self, Self::Steps { longest_ms } if longest_ms < stuck_ms)
+    }
 }
 
 impl<'a> Facts<'a> {
@@ -231,7 +196,7 @@ impl<'a> Facts<'a> {
                 endpoint: &engine.endpoint,
                 condition,
                 // one that is slow is no excuse
-                busy: full && matches!(condition, Condition::Steps { longest_ms } if longest_ms < self.stuck_ms),
+                busy: full && condition.steps_well(self.stuck_ms),
                 inflight: engine
                     .loads
                     .last()
@@ -401,13 +366,14 @@ impl Probed<'_> {
         self.fine() && passed(outer).is_none_or(|total_ms| total_ms / 2 >= self.slowest_ms)
     }
 
-    /// That, in words.
-    pub fn well(&self) -> &'static str {
-        if self.waits {
-            "probes pass, or wait for their turn at an engine that is full and steps"
+    /// That, in words. `how`: on which way.
+    pub fn well(&self, how: &str) -> String {
+        let turn = if self.waits {
+            ", or wait for their turn at an engine that is full and steps"
         } else {
-            "probes pass"
-        }
+            ""
+        };
+        format!("probes pass {how}{turn}")
     }
 }
 
@@ -431,8 +397,9 @@ fn condition(engine: &Engine, stuck_ms: u64, worked_ms: u64) -> (Condition, bool
     let mut late = None;
     for reading in &engine.loads {
         let Some(load) = reading.read() else { continue };
-        let full_now = load.waiting > 0 || load.max_running > 0 && load.running >= load.max_running;
-        full |= full_now;
+        let all_places = load.max_running > 0 && load.running >= load.max_running;
+        let full_now = load.waiting > 0 || all_places;
+        full |= all_places || queues(engine.side, load, stuck_ms);
         if !computes(engine.side, load) {
             since = None;
             continue;
@@ -459,6 +426,15 @@ fn condition(engine: &Engine, stuck_ms: u64, worked_ms: u64) -> (Condition, bool
     (condition, full)
 }
 
+/// Does anything wait for its turn there? Every prompt is in a prefill's queue until its next step, which is no more than that.
+fn queues(side: Side, load: &Load, stuck_ms: u64) -> bool {
+    if side == Side::Decode || load.inflight.is_empty() {
+        return load.waiting > 0;
+    }
+    let mut queued = load.inflight.iter().filter(|of| of.state == "prefill_queue");
+    queued.any(|of| of.oldest_ms >= stuck_ms / 4)
+}
+
 /// Its requests that wait for its steps.
 fn computing(side: Side, load: &Load) -> impl Iterator<Item = &Inflight> {
     let states: &[&str] = match side {
@@ -483,134 +459,6 @@ fn computes(side: Side, load: &Load) -> bool {
     running > 0 || load.transferring == 0 && load.waiting > 0
 }
 
-fn own_word(engine: &Engine, condition: Condition) -> String {
-    let name = format!("{} {}", engine.side.name(), engine.endpoint);
-    let failed = engine
-        .loads
-        .last()
-        .and_then(|load| load.failed())
-        .or(engine.info.failed());
-    if let Some(why) = failed {
-        return format!("{name} does not answer: {why}");
-    }
-    let Some(load) = engine.loads.iter().rev().find_map(|load| load.read()) else {
-        return format!("{name} answers, and reports no load");
-    };
-    let steps = match condition {
-        Condition::Silent | Condition::Idle => format!("idle, last step {} ago", Seconds(load.last_step_age_ms)),
-        Condition::Steps { longest_ms } => format!("it steps, longest step {}", Seconds(longest_ms)),
-        Condition::Late { still_ms } => format!("nothing computed for {}", Seconds(still_ms)),
-    };
-    let inflight = load.inflight.iter().map(|of| {
-        let still = Seconds(of.still_ms);
-        format!(", {} in state {} (still for {still})", of.count, of.state)
-    });
-    let inflight: String = inflight.collect();
-    format!(
-        "{name}: {} of {} running, {} waiting, {} transferring, {} of {} pages free{inflight}; {steps}{}",
-        load.running,
-        load.max_running,
-        load.waiting,
-        load.transferring,
-        load.free_pages,
-        load.total_pages,
-        if load.draining { "; it drains" } else { "" },
-    )
-}
-
-fn routers_word(heard: &HeardEngine) -> String {
-    let report = match heard.report_age_ms {
-        Some(age) => format!("its last report {} old", Seconds(age)),
-        None => "no report".to_owned(),
-    };
-    let reason = heard
-        .reason
-        .as_ref()
-        .map(|reason| format!(": {reason}"))
-        .unwrap_or_default();
-    format!(
-        "the router has {} {} as {}, {report}, {} there{reason}",
-        heard.side,
-        heard.endpoint,
-        heard.state,
-        count(heard.in_flight, "request"),
-    )
-}
-
-fn probes_line(probes: &[&Probe]) -> String {
-    let Some(first) = probes.first() else {
-        return String::new();
-    };
-    let what = match (first.way, first.connection) {
-        (Way::Via | Way::Router, Kept::Fresh) => "fresh probe",
-        (Way::Via | Way::Router, Kept::Reused) => "reused probe",
-        (Way::Pair, _) => "direct probe of both legs",
-        (Way::Decode, _) => "direct probe of decode alone",
-    };
-    let times: Vec<u64> = probes.iter().filter_map(|probe| passed(probe)).collect();
-    if !times.is_empty() {
-        let slowest = probes.iter().max_by_key(|probe| passed(probe));
-        let spent = slowest.map(|probe| mostly(&probe.outcome)).unwrap_or_default();
-        return format!(
-            "{} passed, in {}{spent}",
-            count(times.len() as u64, what),
-            range(&times)
-        );
-    }
-    let which = if first.connection == Kept::Reused {
-        format!("{what}, number {} on its connection", first.round)
-    } else {
-        what.to_owned()
-    };
-    match &first.outcome {
-        Outcome::Passed { .. } => which,
-        Outcome::Failed {
-            total_ms,
-            status,
-            code,
-            reason,
-            ..
-        } => {
-            let status = status.map(|status| format!(" {status}")).unwrap_or_default();
-            let code = code.as_ref().map(|code| format!(" {code}")).unwrap_or_default();
-            format!("{which}: failed after {}:{status}{code} {reason}", Seconds(*total_ms))
-        }
-        Outcome::Cut {
-            total_ms,
-            received_bytes,
-        } => {
-            format!(
-                "{which}: cut off after {} and {received_bytes} bytes, before the answer ended",
-                Seconds(*total_ms)
-            )
-        }
-        Outcome::Hung {
-            waited_ms,
-            received_bytes,
-            state,
-        } => {
-            let state = match state.as_deref() {
-                Some(ANSWERED) => ", though the router has written the whole answer".to_owned(),
-                Some(state) => format!(", then in state {state}"),
-                None => String::new(),
-            };
-            format!(
-                "{which}: hung: not complete after {}, {received_bytes} bytes came{state}",
-                Seconds(*waited_ms)
-            )
-        }
-        Outcome::NotMade { reason } => format!("{which}: not made: {reason}"),
-    }
-}
-
-/// Where most of its time went.
-fn mostly(outcome: &Outcome) -> String {
-    match spent_most(outcome) {
-        Some((state, ms)) if ms >= 1.0 => format!(", of that {} in {state}", Seconds(ms as u64)),
-        _ => String::new(),
-    }
-}
-
 /// The state that most of its time went to.
 pub fn spent_most(outcome: &Outcome) -> Option<(&str, f64)> {
     let Outcome::Passed { spent_ms, .. } = outcome else {
@@ -618,27 +466,4 @@ pub fn spent_most(outcome: &Outcome) -> Option<(&str, f64)> {
     };
     let most = spent_ms.iter().max_by(|a, b| a.1.total_cmp(b.1))?;
     Some((most.0.as_str(), *most.1))
-}
-
-/// `1 request`, `2 requests`.
-pub fn count(count: u64, what: &str) -> String {
-    let (what, of) = what
-        .split_once(" of ")
-        .map_or((what, String::new()), |(what, of)| (what, format!(" of {of}")));
-    let s = if count == 1 { "" } else { "s" };
-    format!("{count} {what}{s}{of}")
-}
-
-/// `3 s`, or `3–5 s`.
-fn range(ages: &[u64]) -> String {
-    let (least, most) = (
-        ages.iter().min().copied().unwrap_or(0),
-        ages.iter().max().copied().unwrap_or(0),
-    );
-    let (least, most) = (Seconds(least).to_string(), Seconds(most).to_string());
-    if least == most {
-        most
-    } else {
-        format!("{}–{most}", least.trim_end_matches(" s"))
-    }
 }

@@ -6,12 +6,16 @@
 //! | [`gather`] | looks, and makes the record |
 //! | [`prober`] | tiny completions, sent each way to measure |
 //! | [`record`] | everything that was observed |
-//! | [`facts`] | the record in the terms of the rules, each observation as a line |
+//! | [`facts`] | the record in the terms of the rules |
+//! | [`observation`] | what was seen, as numbered lines |
 //! | [`verdict`] | the rules; pure |
 //! | [`text`] | what people read |
 
 mod facts;
 mod gather;
+mod observation;
+#[cfg(test)]
+mod planted;
 mod prober;
 mod record;
 #[cfg(test)]

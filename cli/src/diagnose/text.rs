@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::facts::Note;
+use super::observation::Note;
 use super::record::Record;
-use super::verdict::{Finding, Opinion, Standing, Verdict};
+use super::verdict::{Finding, Opinion, Standing, Verdict, notes};
 
 /// The whole of it.
 pub fn text(record: &Record, verdict: &Verdict) -> String {
@@ -59,7 +59,7 @@ fn finding(verdict: &Verdict) -> String {
             let suspects: Vec<_> = verdict
                 .suspects()
                 .map(|opinion| {
-                    let by: Vec<Note> = opinion.reasons.iter().flat_map(|reason| reason.by.clone()).collect();
+                    let by = notes(opinion.reasons.iter().map(|reason| reason.by.as_slice()));
                     format!("{} {}", opinion.layer.name(), numbers(&by))
                 })
                 .collect();

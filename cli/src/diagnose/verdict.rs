@@ -11,7 +11,8 @@
 
 use serde::Serialize;
 
-use super::facts::{Condition, EngineFacts, Facts, Note, Notes, Observation, Probed, Seconds, count, spent_most};
+use super::facts::{Condition, EngineFacts, Facts, Probed, passed, spent_most};
+use super::observation::{Note, Notes, Observation, Seconds, count};
 use super::record::{ANSWERED, Outcome, Probe, Record, Side, Way};
 
 /// A part of the way of a request.
@@ -147,6 +148,14 @@ pub fn verdict(record: &Record) -> Verdict {
     }
 }
 
+/// All of them in order, each once.
+pub fn notes<'a>(of: impl IntoIterator<Item = &'a [Note]>) -> Vec<Note> {
+    let mut all: Vec<Note> = of.into_iter().flatten().copied().collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
 /// Collects what speaks for and against one layer.
 struct Case {
     layer: Layer,
@@ -167,10 +176,9 @@ impl Case {
         let text = text.into();
         let same = |reason: &&mut Reason| reason.kind == kind && reason.text == text;
         if let Some(reason) = self.reasons.iter_mut().find(same) {
-            reason.by.extend(by);
-            reason.by.sort_unstable();
-            reason.by.dedup();
+            reason.by = notes([reason.by.as_slice(), &by]);
         } else {
+            let by = notes([by.as_slice()]);
             self.reasons.push(Reason { text, by, kind });
         }
     }
@@ -261,10 +269,7 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
         }
     }
     if via.fine() {
-        case.excludes(
-            format!("{} on fresh and on reused connections", via.well()),
-            via.notes.clone(),
-        );
+        case.excludes(via.well("on fresh and on reused connections"), via.notes.clone());
     }
     if facts.via.is_none() {
         case.decide
@@ -335,10 +340,7 @@ fn router(facts: &Facts<'_>) -> Opinion {
         }
     }
     if probed.fine() {
-        case.excludes(
-            format!("{} on fresh and on reused connections", probed.well()),
-            probed.notes.clone(),
-        );
+        case.excludes(probed.well("on fresh and on reused connections"), probed.notes.clone());
     } else if !probed.measured() {
         case.decide
             .push("let probes be made to the router: give its URL with --router".to_owned());
@@ -360,20 +362,12 @@ const ENGINES: &str = "give the engines' control ports with --prefill and --deco
 fn prefill(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Prefill);
     engines(facts, Side::Prefill, &mut case);
-    for leg in legs(facts) {
-        match leg.at {
-            Some("prefill") => case.points(
-                "a probe of both legs does not get through prefill, decode alone passes",
-                leg.by,
-            ),
-            Some(_) => {}
-            None => case.unclear(
-                "a probe of both legs fails, decode alone passes",
-                leg.by,
-                "run it again while it lasts",
-            ),
-        }
-    }
+    both_legs(
+        facts,
+        "prefill",
+        "a probe of both legs does not get through prefill, decode alone passes",
+        &mut case,
+    );
     exclude_by(facts, &[Way::Pair, Way::Router, Way::Via], &mut case);
     case.close()
 }
@@ -386,17 +380,12 @@ fn transfer(facts: &Facts<'_>) -> Opinion {
     for by in still.into_iter().flatten().filter(|_| engines_are_well(facts)) {
         case.points("KV does not arrive, and the engines are well", by);
     }
-    for leg in legs(facts) {
-        match leg.at {
-            Some("transfer") => case.points("KV of a probe does not arrive, decode alone passes", leg.by),
-            Some(_) => {}
-            None => case.unclear(
-                "a probe of both legs fails, decode alone passes",
-                leg.by,
-                "run it again while it lasts",
-            ),
-        }
-    }
+    both_legs(
+        facts,
+        "transfer",
+        "KV of a probe does not arrive, decode alone passes",
+        &mut case,
+    );
     exclude_by(facts, &[Way::Pair, Way::Router, Way::Via], &mut case);
     case.close()
 }
@@ -406,11 +395,15 @@ fn decode(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Decode);
     engines(facts, Side::Decode, &mut case);
     for (probe, note) in facts.way(Way::Decode).bad {
-        let silent = facts
-            .side(Side::Decode)
-            .any(|engine| engine.endpoint == probe.place && engine.condition == Condition::Silent);
-        if !silent {
-            case.points("a probe of decode alone does not pass", vec![note]);
+        let mut asked = facts.side(Side::Decode).filter(|engine| engine.endpoint == probe.place);
+        match asked.next() {
+            Some(engine) if engine.condition == Condition::Silent => {}
+            Some(engine) if passed(probe).is_some() && engine.condition.steps_well(facts.stuck_ms) => case.unclear(
+                "a probe of decode alone is slow, and each of its steps is not",
+                [vec![note], engine.notes.clone()].concat(),
+                "run it again, and look for what else its machine does",
+            ),
+            _ => case.points("a probe of decode alone does not pass in time", vec![note]),
         }
     }
     exclude_by(facts, &[Way::Decode, Way::Pair, Way::Router, Way::Via], &mut case);
@@ -445,37 +438,36 @@ fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
 /// The first way that was measured excludes a layer by which it goes, if nothing is wrong with it.
 fn exclude_by(facts: &Facts<'_>, ways: &[Way], case: &mut Case) {
     match ways.iter().map(|way| facts.way(*way)).find(Probed::measured) {
-        Some(probed) if probed.fine() => case.excludes(format!("{} through it", probed.well()), probed.notes),
+        Some(probed) if probed.fine() => case.excludes(probed.well("through it"), probed.notes),
         Some(probed) => case.hidden(probed.notes),
         None => case.decide.push(format!("no probe went through {}", case.layer.name())),
     }
 }
 
-/// A probe of both legs that did not pass or was slow, where decode alone is fine.
-struct Leg {
-    /// The layer that it did not get through, where that is known.
-    at: Option<&'static str>,
-    by: Vec<Note>,
-}
-
-fn legs(facts: &Facts<'_>) -> Vec<Leg> {
+/// What probes of both legs that did not pass or were slow say of `layer`, where decode alone is fine: `text`, if that is
+/// where they did not get through.
+fn both_legs(facts: &Facts<'_>, layer: &str, text: &str, case: &mut Case) {
     let alone = facts.way(Way::Decode);
-    if !alone.fine() {
-        return Vec::new();
-    }
     let known = |engine: &EngineFacts<'_>| matches!(engine.condition, Condition::Silent | Condition::Late { .. });
     // an engine that says itself what is wrong with it needs no probe
-    if facts.engines.iter().any(known) {
-        return Vec::new();
+    if !alone.fine() || facts.engines.iter().any(known) {
+        return;
     }
-    let bad = facts.way(Way::Pair).bad.into_iter();
-    let legs = bad
-        .filter(|(probe, _)| alone.fares_better_than(probe))
-        .map(|(probe, note)| Leg {
-            at: at(&probe.outcome),
-            by: [vec![note], alone.notes.clone()].concat(),
-        });
-    legs.collect()
+    for (probe, note) in facts.way(Way::Pair).bad {
+        if !alone.fares_better_than(probe) {
+            continue;
+        }
+        let by = [vec![note], alone.notes.clone()].concat();
+        match at(&probe.outcome) {
+            Some(at) if at == layer => case.points(text, by),
+            Some(_) => {}
+            None => case.unclear(
+                "a probe of both legs fails, decode alone passes",
+                by,
+                "run it again while it lasts",
+            ),
+        }
+    }
 }
 
 /// The layer that a probe of both legs hung or failed in, or spent most of its time in.

@@ -3,6 +3,7 @@
 
 #![expect(clippy::expect_used, reason = "helpers of tests: a step that fails fails the test")]
 
+mod examples;
 mod multiround;
 mod proxy;
 mod rig;

@@ -9,6 +9,7 @@ use tandem_e2e::bin;
 use tandem_e2e::stack::MODEL;
 use tokio::process::Command;
 
+use crate::examples;
 use crate::rig::{Front, KEY, MARK, Rig, TOKEN, list};
 use crate::rows::{Planted, Row, STUCK};
 
@@ -87,6 +88,11 @@ impl Said {
             self.wrong()
                 .map_or_else(|| "ok".to_owned(), |wrong| format!("WRONG: it {wrong}")),
         )
+    }
+
+    /// Is it one that is shown in the documents?
+    fn is_example(&self) -> bool {
+        !self.loaded && self.vantage == Vantage::Via
     }
 
     /// The whole of it, for people.
@@ -302,4 +308,13 @@ async fn each_fault_is_found_where_it_was_planted_and_nowhere_else() {
         .map(Said::told)
         .collect();
     assert!(wrong.is_empty(), "{}", wrong.concat());
+    for said in all.iter().filter(|said| said.is_example()) {
+        let text = examples::told(&said.whole, &bin("tandem")).await;
+        let unsaid = examples::unsaid(said.row, &text);
+        let row = said.row.name();
+        assert!(
+            unsaid.is_empty(),
+            "docs/diagnose.md shows of {row:?} {unsaid:#?}, but this was said:\n{text}"
+        );
+    }
 }
