@@ -172,13 +172,15 @@ impl Case {
         }
     }
 
-    fn reason(&mut self, kind: Standing, text: impl Into<String>, by: Vec<Note>) {
+    fn reason(&mut self, kind: Standing, text: impl Into<String>, mut by: Vec<Note>) {
         let text = text.into();
         let same = |reason: &&mut Reason| reason.kind == kind && reason.text == text;
         if let Some(reason) = self.reasons.iter_mut().find(same) {
-            reason.by = notes([reason.by.as_slice(), &by]);
+            reason.by.extend(by);
+            reason.by = notes([reason.by.as_slice()]);
         } else {
-            let by = notes([by.as_slice()]);
+            by.sort_unstable();
+            by.dedup();
             self.reasons.push(Reason { text, by, kind });
         }
     }

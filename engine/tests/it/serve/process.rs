@@ -319,7 +319,7 @@ async fn the_admin_ports_token_rotates_without_a_restart_and_never_stands_in_the
     let file = dir.path().join("token");
     let (old, new, wrong) = ("old-0123456789abcdef", "new-0123456789abcdef", "bad-0123456789abcdef");
     std::fs::write(&file, format!("{old}\n")).unwrap();
-    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
     let flags = [
         "--role",
         "unified",
@@ -353,7 +353,7 @@ async fn the_admin_ports_token_rotates_without_a_restart_and_never_stands_in_the
     drop((client, admin));
     engine.signal(libc::SIGTERM);
     let log = engine.rest();
-    assert!(log.contains("has mode 640"), "{log}");
+    assert!(log.contains("has mode 644"), "{log}");
     for secret in [old, new, wrong] {
         assert!(!log.contains(&secret[4..]) && !log.contains(&secret[..8]), "{log}");
     }
