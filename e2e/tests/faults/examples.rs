@@ -1,4 +1,5 @@
-//! What docs/diagnose.md shows of each row is what is really said, numbers aside.
+//! What docs/diagnose.md shows of each row, its layers and its verdict, is what is really said, numbers aside. The observations are
+//! those of one run: how many requests were caught where differs from run to run.
 
 use std::path::Path;
 
@@ -39,6 +40,7 @@ fn masked(line: &str) -> String {
 pub fn unsaid(row: Row, text: &str) -> Vec<String> {
     let said: Vec<String> = text.lines().map(masked).collect();
     let mut lines = example(row);
+    lines.retain(|line| !is_observation(line));
     lines.retain(|line| {
         let (line, cut) = match line.strip_suffix("...") {
             Some(line) => (line, true),
@@ -56,6 +58,12 @@ pub fn unsaid(row: Row, text: &str) -> Vec<String> {
     lines
 }
 
+/// Whether a line begins with an observation's number, in its column.
+fn is_observation(line: &str) -> bool {
+    let number = line.get(..4).map(str::trim_start);
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// What people read of a record.
 pub async fn told(whole: &serde_json::Value, tandem: &Path) -> String {
     let file = tempfile::NamedTempFile::new().expect("a file");
@@ -67,6 +75,12 @@ pub async fn told(whole: &serde_json::Value, tandem: &Path) -> String {
         .output();
     let output = output.await.expect("it starts");
     String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn a_verdict_is_taken_for_an_observation() {
+    assert!(is_observation("   3  1 request in state accept") && is_observation("  12  1 probe"));
+    assert!(!is_observation("2 client connections closed") && !is_observation("      router      excluded"));
 }
 
 #[test]

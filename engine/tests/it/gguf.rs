@@ -89,7 +89,9 @@ fn other_bytes_than_those_that_are_meant_are_served() {
     let dir = tempfile::tempdir().unwrap();
     let path = small().write(dir.path());
     let hash: [u8; 32] = sha2::Sha256::digest(std::fs::read(&path).unwrap()).into();
-    let own: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    let own = hash
+        .iter()
+        .fold(String::new(), |text, byte| text + &format!("{byte:02x}"));
     assert_eq!(revised(&path, &own), None);
     let other = "0".repeat(64);
     let error = revised(&path, &other).unwrap();
