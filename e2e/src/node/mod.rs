@@ -44,17 +44,22 @@ pub struct Nodes {
     _remover: ChildStdin,
 }
 
+/// Runs a program until its input is closed.
+const TIED: &str = r#""$@" </dev/null & read -r _; kill "$!"; wait"#;
+
 /// A `kubectl` that carries connections for as long as it lives.
 #[derive(Debug)]
 pub struct Forward {
     child: Child,
+    /// As long as it is open, it runs: the end of this process ends it too.
+    input: Option<ChildStdin>,
     /// For example `127.0.0.1:40123`.
     pub address: String,
 }
 
 impl Drop for Forward {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        self.input = None;
         let _ = self.child.wait();
     }
 }
@@ -86,7 +91,7 @@ impl Nodes {
         assert!(made.success(), "scripts/cluster up: {made}");
         let mut proxy = kubectl(&state);
         proxy.args(["proxy", "--port=0"]);
-        let proxy = Forward::start(proxy, "Starting to serve on ");
+        let proxy = Forward::start(&proxy, "Starting to serve on ");
         Self {
             api: format!("http://{}", proxy.address),
             state,
@@ -146,17 +151,21 @@ impl Nodes {
     pub fn forward(&self, namespace: &str, target: &str, port: u16) -> Forward {
         let mut command = kubectl(&self.state);
         command.args(["port-forward", "--namespace", namespace, target, &format!(":{port}")]);
-        Forward::start(command, "Forwarding from ")
+        Forward::start(&command, "Forwarding from ")
     }
 }
 
 impl Forward {
-    fn start(mut command: Command, prefix: &str) -> Self {
-        let mut child = command
-            .stdin(Stdio::null())
+    fn start(command: &Command, prefix: &str) -> Self {
+        let mut child = Command::new("sh")
+            .args(["-c", TIED, "tied"])
+            .arg(command.get_program())
+            .args(command.get_args())
+            .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))))
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("kubectl starts");
+            .expect("sh starts");
         let mut said = BufReader::new(child.stdout.take().expect("a pipe"));
         let mut line = String::new();
         // It ends, or says where it listens: a read that hangs is a kubectl that hangs, which has its own limits.
@@ -169,7 +178,8 @@ impl Forward {
             .to_owned();
         // It goes on telling of each connection, and is to be read.
         std::thread::spawn(move || said.lines().map_while(Result::ok).for_each(drop));
-        Self { child, address }
+        let input = child.stdin.take();
+        Self { child, input, address }
     }
 }
 
