@@ -253,16 +253,21 @@ impl Locks {
     }
 }
 
-/// Keeps the readiness what the engines make it. While an order keeps requests from the engines, the router is ready without any:
-/// whoever holds requests back, or says when to come back, must be reached.
+/// Keeps the readiness what the engines make it. A router that was ready once stays so without engines, and is ready without any
+/// while an order keeps requests from them: whoever holds requests back, or says when to come back, must be reached, where a
+/// Service without a ready pod refuses connections.
 async fn follow(flow: Arc<Flow>, readiness: Readiness) {
     let (mut links, mut orders) = (flow.engines.changed().links.subscribe(), flow.traffic.orders());
+    let mut was_ready = false;
     loop {
         let kept = *orders.borrow_and_update() != Order::Admit;
-        readiness.set(match flow.engines.usable(flow.knobs().recompute()) {
+        let state = match flow.engines.usable(flow.knobs().recompute()) {
+            Err(reason) if !kept && was_ready => State::Degraded { reason },
             Err(reason) if !kept => State::Waiting { reason },
             _ => State::Ready,
-        });
+        };
+        was_ready |= state == State::Ready;
+        readiness.set(state);
         let told = tokio::select! {
             told = links.changed() => told,
             told = orders.changed() => told,

@@ -39,7 +39,7 @@ pub struct OpsServer {
 impl OpsServer {
     /// Binds `addr` (port 0: a free one) and serves `/metrics`, `/livez` and `/readyz` from now on.
     ///
-    /// `/readyz` is 200 in [`State::Ready`](crate::State::Ready) and 503 otherwise; `/livez` is 200 but in
+    /// `/readyz` is 200 in [`State::Ready`](crate::State::Ready) and [`State::Degraded`](crate::State::Degraded), 503 otherwise; `/livez` is 200 but in
     /// [`State::Failed`](crate::State::Failed). Both answer with JSON: `status`, and `loading` (percent) or `reason`.
     pub fn start(addr: SocketAddr, metrics: Metrics, readiness: Readiness) -> Result<Self, TelemetryError> {
         let bind = |source| TelemetryError::Bind { addr, source };

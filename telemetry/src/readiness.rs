@@ -19,6 +19,12 @@ pub enum State {
     },
     /// Takes work.
     Ready,
+    /// Is to be reached, but what it needs for its work is gone: it tells so to whoever asks, which a process that nobody
+    /// reaches could not.
+    Degraded {
+        /// What is missing, for people.
+        reason: String,
+    },
     /// Finishes what it has and takes nothing new. Only `Failed` may follow.
     Draining,
     /// Cannot serve and will not recover by itself. Terminal.
@@ -31,14 +37,15 @@ pub enum State {
 impl State {
     fn may_become(&self, next: &Self) -> bool {
         match self {
-            Self::Loading { .. } | Self::Waiting { .. } | Self::Ready => true,
+            Self::Loading { .. } | Self::Waiting { .. } | Self::Ready | Self::Degraded { .. } => true,
             Self::Draining => matches!(next, Self::Failed { .. }),
             Self::Failed { .. } => false,
         }
     }
 
-    pub(crate) fn is_ready(&self) -> bool {
-        matches!(self, Self::Ready)
+    /// Is it to be reached? What `/readyz` answers.
+    pub fn is_ready(&self) -> bool {
+        matches!(self, Self::Ready | Self::Degraded { .. })
     }
 
     pub(crate) fn is_alive(&self) -> bool {
@@ -51,6 +58,7 @@ impl State {
             Self::Loading { percent } => ("loading", Some(*percent), None),
             Self::Waiting { reason } => ("waiting", None, Some(reason)),
             Self::Ready => ("ready", None, None),
+            Self::Degraded { reason } => ("degraded", None, Some(reason)),
             Self::Draining => ("draining", None, None),
             Self::Failed { reason } => ("failed", None, Some(reason)),
         };

@@ -147,6 +147,16 @@ impl Nodes {
         told(Command::new("nsenter").arg(target).args(inside).args(args), "")
     }
 
+    /// Removes what a failed test has left: its deployment holds the GPUs that the next one needs.
+    fn sweep(&self) {
+        for kind in ["namespaces", "persistentvolumes"] {
+            self.kubectl(&["delete", kind, "--selector", serving::STAGE, "--timeout=4m"], "");
+        }
+        for node in NODES {
+            self.kubectl(&["uncordon", node], "");
+        }
+    }
+
     /// Carries connections to a port of a pod or Service, through the API server and the pod's kubelet.
     pub fn forward(&self, namespace: &str, target: &str, port: u16) -> Forward {
         let mut command = kubectl(&self.state);
@@ -190,6 +200,7 @@ impl Forward {
 pub fn test(body: impl AsyncFnOnce(&'static Nodes)) {
     static SHARED: LazyLock<Nodes> = LazyLock::new(Nodes::start);
     let nodes = &*SHARED;
+    nodes.sweep();
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

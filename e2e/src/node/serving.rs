@@ -13,6 +13,8 @@ use crate::probe::Metrics;
 pub const NAME: &str = "chat";
 /// What the model is called.
 pub const MODEL: &str = "smollm2";
+/// Labels the namespaces of stages and their volumes.
+pub(super) const STAGE: &str = "tandem.test/stage";
 /// Ports of the pods.
 const OPS: u16 = 7102;
 
@@ -34,7 +36,7 @@ impl Stage {
     pub async fn new(nodes: &'static Nodes, purpose: &str) -> Self {
         let client = nodes.admin();
         let namespace = format!("test-{purpose}");
-        let labels = json!({"pod-security.kubernetes.io/enforce": "restricted"});
+        let labels = json!({"pod-security.kubernetes.io/enforce": "restricted", STAGE: "true"});
         let made: Api<Namespace> = Api::all(&client);
         made.create(&object(json!({"metadata": {"name": namespace, "labels": labels}})))
             .await
@@ -43,7 +45,7 @@ impl Stage {
         let folder = model.parent().expect("a folder");
         let common = json!({"accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": namespace});
         let volume = json!({
-            "metadata": {"name": namespace},
+            "metadata": {"name": namespace, "labels": {STAGE: "true"}},
             "spec": {
                 "accessModes": ["ReadOnlyMany"], "storageClassName": "", "capacity": {"storage": "1Gi"},
                 "hostPath": {"path": folder, "type": "Directory"}, "claimRef": {"namespace": namespace, "name": "models"},

@@ -332,11 +332,10 @@ impl Node {
 async fn report(reporter: tonic_health::server::HealthReporter, readiness: Readiness, closing: CancellationToken) {
     let mut states = readiness.subscribe();
     loop {
-        let status = match &*states.borrow_and_update() {
-            State::Ready => tonic_health::ServingStatus::Serving,
-            State::Loading { .. } | State::Waiting { .. } | State::Draining | State::Failed { .. } => {
-                tonic_health::ServingStatus::NotServing
-            }
+        let status = if states.borrow_and_update().is_ready() {
+            tonic_health::ServingStatus::Serving
+        } else {
+            tonic_health::ServingStatus::NotServing
         };
         for service in ["", "tandem.v1.Engine", "tandem.v1.KvTransfer"] {
             reporter.set_service_status(service, status).await;

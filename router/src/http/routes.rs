@@ -24,7 +24,10 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-tandem-error-code");
 
 const MODEL: &str = "/v1/models/";
+const HEALTH: &str = "/health";
 const HEALTH_GENERATE: &str = "/health_generate";
+const LIVE: &str = "/livez";
+const READY: &str = "/readyz";
 const TOKENIZE: &str = "/tokenize";
 /// What the text side answers alone.
 const TEXT_PATHS: [&str; 2] = [TOKENIZE, "/detokenize"];
@@ -105,8 +108,9 @@ async fn route(
             Some(account) => Ok(Probe::answer(app, account).await),
             None => Err(RouterError::Internal("a request without an account".into())),
         },
-        "/livez" => Ok(json(StatusCode::OK, br#"{"status":"alive"}"#.to_vec())),
-        "/health" | "/readyz" => Ok(ready(&app.readiness.get())),
+        LIVE => Ok(json(StatusCode::OK, br#"{"status":"alive"}"#.to_vec())),
+        HEALTH => Ok(state(&app.readiness.get(), |state| *state == State::Ready)),
+        READY => Ok(state(&app.readiness.get(), State::is_ready)),
         "/metrics" => {
             let text = app
                 .exposition
@@ -131,7 +135,7 @@ fn unlock(app: &App, request: &Request<Incoming>) -> Result<(), RouterError> {
     let Some(keys) = &app.keys else {
         return Ok(());
     };
-    if matches!(request.uri().path(), "/health" | "/livez" | "/readyz") {
+    if matches!(request.uri().path(), HEALTH | LIVE | READY) {
         return Ok(());
     }
     if app.badges.marks(request.headers()) {
@@ -186,7 +190,7 @@ fn check(endpoint: Endpoint, request: &Request<Incoming>) -> Result<(), RouterEr
     let known = path.starts_with(MODEL)
         || matches!(
             path,
-            "/v1/models" | "/health" | HEALTH_GENERATE | "/livez" | "/readyz" | "/metrics"
+            "/v1/models" | HEALTH | HEALTH_GENERATE | LIVE | READY | "/metrics"
         );
     if !known {
         return Err(RouterError::NoPath {
@@ -221,8 +225,8 @@ fn this_model(app: &App) -> Model<'_> {
     Model::new(&app.config.model_name, app.started, app.limits().max_length_tokens)
 }
 
-fn ready(state: &State) -> Response<Answer> {
-    let status = if *state == State::Ready {
+fn state(state: &State, good: impl FnOnce(&State) -> bool) -> Response<Answer> {
+    let status = if good(state) {
         StatusCode::OK
     } else {
         StatusCode::SERVICE_UNAVAILABLE

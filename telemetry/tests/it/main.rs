@@ -60,6 +60,13 @@ fn probes_report_each_state() {
     );
     assert!(readiness.set(State::Ready));
     assert_eq!(get(ops.addr(), "/readyz"), (200, r#"{"status":"ready"}"#.into()));
+    assert!(readiness.set(State::Degraded {
+        reason: "no engine".into()
+    }));
+    assert_eq!(
+        get(ops.addr(), "/readyz"),
+        (200, r#"{"status":"degraded","reason":"no engine"}"#.into())
+    );
     assert!(readiness.set(State::Draining));
     assert_eq!(get(ops.addr(), "/readyz"), (503, r#"{"status":"draining"}"#.into()));
     assert_eq!(get(ops.addr(), "/livez").0, 200);

@@ -142,7 +142,7 @@ async fn an_idle_connection_to_an_engine_that_stands_still_is_not_noticed() {
     let relay = Relay::before(&decode).await;
     let stack = behind(&relay).await;
     relay.frozen.send_replace(true);
-    stack.becomes(|state| matches!(state, State::Waiting { .. })).await;
+    stack.becomes(|state| matches!(state, State::Degraded { .. })).await;
     relay.frozen.send_replace(false);
     stack.becomes(|state| *state == State::Ready).await;
 }

@@ -391,6 +391,27 @@ async fn the_other_paths_do_not_answer() {
 }
 
 #[tokio::test]
+async fn it_cannot_be_reached_while_its_engines_are_gone_and_nobody_is_told_to_come_back() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    stack.becomes(|state| *state == State::Ready).await;
+    drop(decode);
+    stack
+        .becomes(|state| matches!(state, State::Degraded { reason } if reason.contains("no decode engine")))
+        .await;
+    let answer = stack.client.get("/readyz").await;
+    assert_eq!(
+        (answer.status, answer.json()["status"].as_str().unwrap()),
+        (200, "degraded")
+    );
+    // who balances between several deployments goes by this one
+    assert_eq!(stack.client.get("/health").await.status, 503);
+    let answer = stack.client.chat(json!({})).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "no_decode_engine"));
+    assert_eq!(answer.header("retry-after"), Some("1"));
+}
+
+#[tokio::test]
 async fn it_says_ready_before_a_usable_pair_exists() {
     let (prefill, decode) = (engine::prefill(), engine::decode());
     // of another model: no pair
