@@ -244,7 +244,7 @@ fn stalled(machine: &Machine<'_>) -> Told {
         }
         Some(rollout) if rollout.direction == Direction::Revert && machine.input.now >= rollout.deadline.0 => {
             let remedy = format!(
-                "the last good revision does not come back: {}{}",
+                "the last good revision does not come back: {}{}; change what keeps it, or the spec",
                 machine.waiting,
                 blame(machine)
             );

@@ -18,7 +18,8 @@ use crate::moves::{Desired, has_outage};
 use crate::revision::{Revision, restarted_by, target_of};
 use crate::world::{Input, Workload};
 
-const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
+/// In the order in which they move.
+pub const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
 /// Looked at again no sooner than this, in seconds.
 const SOONEST: i32 = 5;
 /// Bound of a text in status, in characters.
@@ -97,26 +98,43 @@ impl<'a> Machine<'a> {
         let revisions = &self.status.revisions;
         match &self.status.rollout {
             Some(rollout) if target_of(&rollout.target) != wanted => {
+                let cut = self.restarts_of(rollout);
                 self.end(Outcome::Superseded);
-                self.begin(asked);
+                self.begin(asked, &cut);
             }
-            Some(rollout) if rollout.direction == Direction::Held && asked => self.begin(true),
+            Some(rollout) if rollout.direction == Direction::Held && asked => self.begin(true, &[]),
             // Somebody removed what was stored.
-            Some(rollout) if self.stored(&rollout.target).is_none() => self.begin(asked),
+            Some(rollout) if self.stored(&rollout.target).is_none() => self.begin(asked, &[]),
             Some(_) => {}
-            None if asked && !revisions.running.is_empty() => self.begin(true),
+            None if asked && !revisions.running.is_empty() => self.begin(true, &[]),
             None if target_of(&revisions.running) == wanted => self.status.revisions.rejected.clear(),
             None if target_of(&revisions.rejected) == wanted && !revisions.running.is_empty() => {}
-            None => self.begin(asked),
+            None => self.begin(asked, &[]),
         }
     }
 
-    fn begin(&mut self, restart: bool) {
+    /// The roles that a change under way restarts because a token asked for it.
+    fn restarts_of(&self, rollout: &RolloutStatus) -> Vec<Role> {
+        let (target, running) = (self.stored(&rollout.target), self.running());
+        let asked = |role: &Role| {
+            let of = |revision: Option<&'a Revision>| revision?.role(*role).map(|role| role.restart.as_str());
+            let token = self.status.restart_token.as_deref().filter(|token| !token.is_empty());
+            running.is_some() && token.is_some() && of(target) == token && of(running) != token
+        };
+        let forward = rollout.direction == Direction::Forward;
+        Role::ALL.into_iter().filter(|role| forward && asked(role)).collect()
+    }
+
+    /// `asked`: by a new token. `cut`: these roles too, by a change that this one cuts off.
+    fn begin(&mut self, asked: bool, cut: &[Role]) {
         let Input { spec, images, now, .. } = self.input;
         let base = self.running();
-        let roles = restarted_by(spec, images, base);
+        let mut roles = cut.to_vec();
+        if asked {
+            roles.extend(restarted_by(spec, images, base));
+        }
         let token = spec.restart.token.as_str();
-        let revision = Revision::admit(spec, images, base, restart.then_some((token, &roles)));
+        let revision = Revision::admit(spec, images, base, (!roles.is_empty()).then_some((token, &roles)));
         let tried = |entry: &&HistoryEntry| target_of(&entry.revision) == target_of(&revision.id);
         let failed = |entry: &&HistoryEntry| matches!(entry.outcome, Outcome::Reverted | Outcome::Held);
         let attempts = self.status.history.iter().take_while(tried).filter(failed).count() as i32;
@@ -213,12 +231,7 @@ impl<'a> Machine<'a> {
         for role in Role::ALL {
             self.knobs.insert(role, running.id.clone());
         }
-        let budget = self.input.spec.gpus.budget;
-        for role in ENGINES {
-            if self.desired.move_engines(running, role, budget) {
-                break;
-            }
-        }
+        self.desired.move_on(running, self.input.spec.gpus.budget);
         self.desired.set_router(running);
     }
 
@@ -227,7 +240,7 @@ impl<'a> Machine<'a> {
         let (world, from) = (self.input.world, self.running());
         let budget = self.input.spec.gpus.budget;
         let changes = goal.restarts(from);
-        let outage = ENGINES.into_iter().any(|role| has_outage(world, goal, role));
+        let outage = has_outage(world, goal, budget);
         let holding = self.traffic != Traffic::Admit;
         if outage && !(holding && self.is_quiesced(rollout)) {
             self.traffic = self.held_traffic(rollout);
@@ -255,7 +268,9 @@ impl<'a> Machine<'a> {
             let scaled = from.is_none_or(|from| from.replicas(role) != goal.replicas(role));
             // Decode never goes to another contract than that of a ready prefill, whatever brought prefill there.
             let leads = role == Role::Prefill && world.old(Role::Decode, goal.hash(Role::Decode)).any(is_foreign);
-            let waits = changes.contains(&role) || rollout.restarts.contains(&role) || scaled || leads;
+            // Of a change that was cut off, or of a pod that died: what comes by itself is waited for, what is in trouble is not.
+            let comes = world.coming(role, goal.hash(role), goal.replicas(role)) > 0;
+            let waits = changes.contains(&role) || rollout.restarts.contains(&role) || scaled || leads || comes;
             let (ready, wanted) = (world.ready(role, goal.hash(role)), goal.replicas(role));
             if moving || (waits && ready < wanted) {
                 self.waiting = format!(

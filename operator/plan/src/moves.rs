@@ -7,6 +7,7 @@
 use tandem_crds::Role;
 
 use crate::intents::WorkloadIntent;
+use crate::machine::ENGINES;
 use crate::revision::Revision;
 use crate::world::{Pod, Workload, World};
 
@@ -28,6 +29,13 @@ impl World {
         self.serving(role, revision, false).count() as i32
     }
 
+    /// Of so many pods of a role and this revision, those that do not serve yet and that nothing keeps from it.
+    pub(crate) fn coming(&self, role: Role, revision: &str, wanted: i32) -> i32 {
+        let of_it = |pod: &&Pod| pod.role == role && pod.revision == revision && !pod.terminating;
+        let stands = |pod: &&Pod| pod.serves() || pod.lost || pod.trouble.is_some();
+        wanted - self.pods.iter().filter(of_it).filter(stands).count() as i32
+    }
+
     /// Workloads of a role that are not of this revision and still ask for pods.
     pub(crate) fn old<'a>(&'a self, role: Role, revision: &'a str) -> impl Iterator<Item = &'a Workload> {
         let of_role = self.workloads.iter().filter(move |workload| workload.role == role);
@@ -42,11 +50,17 @@ impl Pod {
     }
 }
 
-/// Whether moving a role takes all that it serves with away for a while.
-pub fn has_outage(world: &World, goal: &Revision, role: Role) -> bool {
-    let (hash, wanted) = (goal.hash(role), goal.replicas(role));
-    let whole = takes_whole_set(world, goal, role) && world.serving(role, hash, true).next().is_some();
-    whole || (wanted == 0 && world.ready(role, hash) > 0)
+/// Whether moving on takes all that a role serves with away for a while: its whole set goes, or, where GPUs are short, the
+/// last pod that serves makes room.
+pub fn has_outage(world: &World, goal: &Revision, budget: i32) -> bool {
+    let goes = |role| {
+        let (hash, wanted) = (goal.hash(role), goal.replicas(role));
+        let whole = takes_whole_set(world, goal, role) && world.serving(role, hash, true).next().is_some();
+        whole || (wanted == 0 && world.ready(role, hash) > 0)
+    };
+    let mut next = Desired::of(world);
+    next.move_on(goal, budget);
+    ENGINES.into_iter().any(|role| goes(role) || next.takes_last(role))
 }
 
 fn takes_whole_set(world: &World, goal: &Revision, role: Role) -> bool {
@@ -62,6 +76,11 @@ impl<'a> Desired<'a> {
             world,
             workloads: workloads.collect(),
         }
+    }
+
+    /// Moves the engine roles on, as far as they can go now: decode once prefill stands.
+    pub fn move_on(&mut self, goal: &Revision, budget: i32) {
+        let _waits = ENGINES.into_iter().any(|role| self.move_engines(goal, role, budget));
     }
 
     /// Moves an engine role on, as far as it can go now. Whether it has more to do.
@@ -93,6 +112,17 @@ impl<'a> Desired<'a> {
             self.world.workloads.iter().find(seen).map(|workload| workload.replicas) != Some(wanted)
                 || self.world.old(role, hash).next().is_some()
         }
+    }
+
+    /// Whether a role serves now, and no pod of those that do is asked for any more.
+    fn takes_last(&self, role: Role) -> bool {
+        let of_role = self.workloads.iter().map(|(workload, _)| workload);
+        let of_role = of_role.filter(|workload| workload.role == role);
+        let serving = |workload: &Workload| self.world.ready(role, &workload.revision);
+        of_role.clone().any(|workload| serving(workload) > 0)
+            && of_role
+                .clone()
+                .all(|workload| serving(workload).min(workload.replicas) == 0)
     }
 
     /// Gives the router its template and its number of pods; Kubernetes rolls it.
@@ -178,7 +208,7 @@ impl<'a> Desired<'a> {
 
     /// Takes one old pod, of this role or of one that moves after it, to make room for a new one.
     fn give_up_one(&mut self, goal: &Revision, role: Role) -> bool {
-        let from = [Role::Prefill, Role::Decode].into_iter().filter(|&other| other >= role);
+        let from = ENGINES.into_iter().filter(|&other| other >= role);
         from.into_iter().any(|role| self.drop_one(role, goal.hash(role)))
     }
 

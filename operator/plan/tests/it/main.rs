@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
 mod health;
+mod invariants;
 mod page;
 mod properties;
 mod sim;
@@ -74,7 +75,6 @@ fn steps(sim: &mut Sim) -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
     for _ in 0..400 {
         sim.reconcile(usize::MAX);
-        sim.hold();
         if steps.last() != Some(&sim.status.step) {
             steps.push(sim.status.step);
         }
@@ -181,6 +181,22 @@ fn a_role_that_grows_takes_its_gpus_from_one_that_shrinks() {
         spec.decode.gpus_per_replica = 2;
     });
     assert!(sim.rest(200), "{:#?}", sim.status);
+    ready(&sim);
+}
+
+#[test]
+fn no_last_pod_makes_room_while_requests_come() {
+    let mut sim = settled(spec());
+    // Two of half the size: one at a time, were there room beside the one that serves.
+    sim.edit(|spec| {
+        spec.prefill.gpus_per_replica = 2;
+        spec.prefill.replicas = 2;
+    });
+    assert_eq!(
+        steps(&mut sim),
+        [Step::Admit, Step::Quiesce, Step::Prefill, Step::Gates, Step::Settled]
+    );
+    sim.rest(20);
     ready(&sim);
 }
 
@@ -424,6 +440,37 @@ fn a_restart_token_restarts_its_roles_once_and_brings_new_default_images() {
         sim.rest(20);
         assert_eq!(sim.status.history.len(), promoted);
     }
+}
+
+#[test]
+fn a_restart_that_an_edit_cuts_off_is_not_forgotten() {
+    let mut sim = settled(spec());
+    let before = Role::ALL.map(|role| sim.uids(role));
+    sim.edit(|spec| spec.restart.token = "2026-12-01".into());
+    sim.reconcile(usize::MAX);
+    sim.edit(|spec| spec.decode.knobs.max_running = 96);
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    ready(&sim);
+    for (role, before) in Role::ALL.into_iter().zip(before) {
+        assert_ne!(sim.uids(role), before, "{role:?}");
+    }
+}
+
+#[test]
+fn a_change_that_is_cut_off_is_finished_in_order() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.prefill.parallelism.tensor = 2);
+    while sim.serving(Role::Prefill) > 0 {
+        sim.reconcile(usize::MAX);
+        sim.tick();
+    }
+    // Prefill is to be again what it was, and is not yet.
+    sim.edit(|spec| {
+        spec.prefill.parallelism.tensor = 1;
+        spec.decode.parallelism.tensor = 2;
+    });
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    ready(&sim);
 }
 
 #[test]

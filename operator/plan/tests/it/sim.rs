@@ -10,7 +10,7 @@ use tandem_plan::{
     DefaultImages, Evidence, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
 };
 
-const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
+pub const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
 /// A pod is deleted this long after its node was lost.
 const EVICTION_SECONDS: i64 = 60;
 /// One tick of the world.
@@ -28,6 +28,10 @@ pub enum Node {
 struct Life {
     node: Option<usize>,
     since: i64,
+}
+
+pub fn serves(pod: &Pod) -> bool {
+    pod.ready && !pod.terminating && !pod.lost
 }
 
 #[derive(Debug, Clone)]
@@ -118,6 +122,7 @@ impl Sim {
     pub fn reconcile(&mut self, mut writes: usize) {
         let plan = self.plan();
         let seen = self.world.clone();
+        self.judge(&plan);
         let mut may = |sim: &mut Self, name: String| {
             let may = writes > 0;
             if may {
@@ -190,15 +195,20 @@ impl Sim {
             let is_it = |intent: &WorkloadIntent| intent.role == workload.role && intent.revision == workload.revision;
             plan.workloads.iter().any(is_it)
         };
+        // What is not needed any more goes only once it is written down that it is not.
+        let under_way = |status: &PDDeploymentStatus| status.rollout.as_ref().map(|rollout| rollout.target.clone());
+        let is_written =
+            self.status.revisions == plan.status.revisions && under_way(&self.status) == under_way(&plan.status);
+        let touches = is_written && self.deleting.is_none() && !self.spec.rollout.paused;
         for workload in self.world.workloads.clone() {
-            if !stays(&workload) {
+            if touches && !stays(&workload) {
                 if !may(self, format!("remove {}", workload.revision)) {
                     return;
                 }
                 self.world.workloads.retain(|other| *other != workload);
             }
         }
-        for id in &plan.discard {
+        for id in plan.discard.iter().filter(|_| touches) {
             if !may(self, format!("discard {id}")) {
                 return;
             }
@@ -447,15 +457,37 @@ impl Sim {
         self.world.pods.retain(|pod| !stopped(pod));
     }
 
+    /// Somebody deletes a pod.
     pub fn kill(&mut self, at: usize) {
-        let count = self.world.pods.len();
-        if count == 0 {
-            return;
+        let now = self.now;
+        if let Some((pod, life)) = self.some(at) {
+            pod.terminating = true;
+            pod.ready = false;
+            life.since = now;
         }
-        let pod = &mut self.world.pods[at % count];
-        pod.terminating = true;
-        pod.ready = false;
-        self.lives.get_mut(&pod.uid).unwrap().since = self.now;
+    }
+
+    /// A pod's process ends, and another is started in its place.
+    pub fn crash(&mut self, at: usize) {
+        let now = self.now;
+        if let Some((pod, life)) = self.some(at).filter(|(pod, _)| !pod.terminating) {
+            pod.ready = false;
+            pod.in_flight = 0;
+            life.since = now;
+        }
+    }
+
+    fn some(&mut self, at: usize) -> Option<(&mut Pod, &mut Life)> {
+        let at = at.checked_rem(self.world.pods.len())?;
+        let pod = &mut self.world.pods[at];
+        let life = self.lives.get_mut(&pod.uid)?;
+        Some((pod, life))
+    }
+
+    /// Another operator takes the place of this one: what it had not written down is lost.
+    pub fn restart_operator(&mut self) {
+        self.probe_ordered = None;
+        self.world.probe = None;
     }
 
     // ---- what tests ask ----
@@ -470,11 +502,19 @@ impl Sim {
         found.map_or("", |condition| condition.reason.as_str())
     }
 
+    /// Whether pods of a stored revision would never get ready.
+    pub fn is_broken(&self, id: &str) -> bool {
+        let of_id = self.revisions.iter().filter(|stored| stored.id == id);
+        of_id
+            .flat_map(|stored| &stored.roles)
+            .any(|role| self.broken.contains(&role.hash))
+    }
+
     pub fn serving(&self, role: Role) -> usize {
         self.world
             .pods
             .iter()
-            .filter(|pod| pod.role == role && pod.ready && !pod.lost)
+            .filter(|pod| pod.role == role && serves(pod))
             .count()
     }
 
@@ -487,39 +527,26 @@ impl Sim {
             .collect()
     }
 
-    /// Ticks and passes until nothing changes, at most so often; whether it is settled then.
+    /// Ticks and passes until nothing changes or a person is waited for, at most so often; whether it is settled then.
     pub fn rest(&mut self, ticks: usize) -> bool {
         for _ in 0..ticks {
             self.reconcile(usize::MAX);
-            self.hold();
-            let before = self.writes.len();
+            let (before, writes) = (self.world.clone(), self.writes.len());
             self.tick();
             self.reconcile(usize::MAX);
-            self.hold();
-            let quiet = self
-                .world
-                .pods
-                .iter()
-                .all(|pod| pod.ready || pod.lost || pod.trouble.is_some());
-            let moves = self
-                .status
-                .rollout
-                .as_ref()
-                .is_some_and(|rollout| rollout.direction != Direction::Held);
-            if before == self.writes.len() && quiet && !moves {
-                return self.status.rollout.is_none();
+            let stands = |pod: &Pod| pod.ready || pod.lost || pod.trouble.is_some();
+            if self.world != before || self.writes.len() > writes || !self.world.pods.iter().all(stands) {
+                continue;
+            }
+            let rollout = self.status.rollout.as_ref();
+            if rollout.is_none_or(|rollout| rollout.direction == Direction::Held || rollout.stopped_at.is_some()) {
+                return rollout.is_none();
+            }
+            // Only the clock moves on: to when the operator would look again.
+            if let Some(again) = self.plan().look_again {
+                self.now = self.now.max(again.as_second() - self.skew);
             }
         }
         false
-    }
-
-    /// What has to hold after every write and every event.
-    pub fn hold(&mut self) {
-        if self.condition("Ready") == "True" && self.status.observed_generation == self.generation {
-            let target = tandem_crds::Inputs::of(&self.spec).target();
-            if tandem_plan::target_of(&self.status.revisions.running) != target {
-                self.wrong.push("Ready on another target than the spec's".into());
-            }
-        }
     }
 }
