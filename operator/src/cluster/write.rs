@@ -9,7 +9,7 @@ use kube::{Api, Client};
 use serde::Serialize;
 use serde_json::{Value, json};
 use tandem_crds::{API_VERSION, KIND, PDDeployment, PDDeploymentStatus};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::cache::{Cache, Child, Key};
 use super::kinds::Kind;
@@ -267,13 +267,14 @@ impl Writer {
             return Err(WriteError::NotLeading { what: what() });
         };
         let end = end.min(Instant::now() + DEADLINE);
-        let result = match timeout_at(end, request).await {
-            Err(_) => Err(WriteError::Silent { what: what() }),
-            Ok(Err(error)) => Err(WriteError::Refused {
+        let result = tokio::select! {
+            // The clock first: a process that was frozen must not send what is too late by now.
+            biased;
+            () = sleep_until(end) => Err(WriteError::Silent { what: what() }),
+            answer = request => answer.map_err(|error| WriteError::Refused {
                 what: what(),
                 source: Box::new(error),
             }),
-            Ok(Ok(answer)) => Ok(answer),
         };
         self.metrics.wrote(kind, verb, result.is_ok());
         result
