@@ -8,6 +8,7 @@ use tandem_crds::{GateMode, Role};
 
 use crate::hash;
 use crate::intents::{ProbeOrder, Traffic};
+use crate::machine::ENGINES;
 use crate::revision::Revision;
 use crate::world::{Input, World};
 
@@ -56,6 +57,20 @@ pub fn unhealthy(world: &World, goal: &Revision, order: Option<Traffic>) -> Opti
     None
 }
 
+/// An engine pod of a revision that a router does not know yet: what there is to wait for before requests are let through.
+pub fn unrouted(world: &World, goal: &Revision) -> Option<String> {
+    let serving = ENGINES
+        .into_iter()
+        .flat_map(|role| world.serving(role, goal.hash(role), false));
+    let mut unknown = serving.filter(|pod| world.unrouted.contains(&pod.uid));
+    let pod = unknown.next()?;
+    Some(format!(
+        "a router does not know {} pod {} yet",
+        pod.role.field(),
+        pod.uid
+    ))
+}
+
 /// A name for the pods that serve now.
 pub fn pods(world: &World) -> String {
     let serving = world.pods.iter().filter(|pod| pod.serves());
@@ -74,7 +89,7 @@ pub fn look(
 ) -> (Verdict, Option<ProbeOrder>) {
     let gates = &input.spec.rollout.gates;
     let pods = pods(input.world);
-    let problem = unhealthy(input.world, goal, Some(order));
+    let problem = unhealthy(input.world, goal, Some(order)).or_else(|| unrouted(input.world, goal));
 
     let timeout = gates.health.timeout_seconds;
     let found = match &problem {

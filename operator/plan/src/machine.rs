@@ -306,7 +306,8 @@ impl<'a> Machine<'a> {
     fn measure(&mut self, goal: &Revision, rollout: &RolloutStatus, only_scales: bool) -> Step {
         if rollout.direction == Direction::Revert {
             // What ran before is what there is: only that it runs again is waited for.
-            if let Some(problem) = gates::unhealthy(self.input.world, goal, None) {
+            let world = self.input.world;
+            if let Some(problem) = gates::unhealthy(world, goal, None).or_else(|| gates::unrouted(world, goal)) {
                 self.waiting = problem;
                 return Step::Gates;
             }

@@ -1,6 +1,6 @@
 //! One role's pods, from old revisions to the one that is wanted.
 //!
-//! Two replicas roll one at a time, so that all but one serve at every moment. Where both revisions may not serve side by
+//! Two replicas roll one at a time, so that all but one serve at every moment; a new pod counts once the routers know it. Where both revisions may not serve side by
 //! side (another contract), or where there is one replica, the whole set goes first and comes after. Of GPUs, all moves
 //! together never ask for more than the budget: a terminating pod counts until it is gone, a pod on a lost node does not.
 
@@ -27,6 +27,12 @@ impl World {
     /// Pods of a role that serve and are of this revision.
     pub(crate) fn ready(&self, role: Role, revision: &str) -> i32 {
         self.serving(role, revision, false).count() as i32
+    }
+
+    /// Those of them that every router knows.
+    pub(crate) fn routed(&self, role: Role, revision: &str) -> i32 {
+        let serving = self.serving(role, revision, false);
+        serving.filter(|pod| !self.unrouted.contains(&pod.uid)).count() as i32
     }
 
     /// Of so many pods of a role and this revision, those that do not serve yet and that nothing keeps from it.
@@ -86,9 +92,9 @@ impl<'a> Desired<'a> {
     /// Moves an engine role on, as far as it can go now. Whether it has more to do.
     pub fn move_engines(&mut self, goal: &Revision, role: Role, budget: i32) -> bool {
         let (hash, wanted, gpus) = (goal.hash(role), goal.replicas(role), goal.gpus(role));
-        let ready = self.world.ready(role, hash);
+        let routed = self.world.routed(role, hash);
         let whole = takes_whole_set(self.world, goal, role);
-        self.keep_old(role, hash, if whole { 0 } else { (wanted - 1 - ready).max(0) });
+        self.keep_old(role, hash, if whole { 0 } else { (wanted - 1 - routed).max(0) });
 
         let at = self.entry(goal, role);
         let current = self.workloads[at].0.replicas;
@@ -96,7 +102,7 @@ impl<'a> Desired<'a> {
         let old_left = self.old_replicas(role, hash) > 0;
         let may_add = match wanted - current {
             missing if missing > 0 && !old_left => missing,
-            missing if missing > 0 && ready == current => 1,
+            missing if missing > 0 && routed == current => 1,
             _ => 0,
         };
         for _ in 0..may_add {
@@ -196,7 +202,7 @@ impl<'a> Desired<'a> {
     /// Takes one old pod of a role, from the workload with the most that do not serve.
     fn drop_one(&mut self, role: Role, hash: &str) -> bool {
         let world = self.world;
-        let idle = |workload: &Workload| workload.replicas - world.ready(role, &workload.revision);
+        let idle = |workload: &Workload| workload.replicas - world.routed(role, &workload.revision);
         let old = self.workloads.iter_mut().map(|(workload, _)| workload);
         let old = old.filter(|workload| workload.role == role && workload.revision != hash && workload.replicas > 0);
         let Some(first) = old.max_by_key(|workload| (idle(workload), workload.revision.clone())) else {

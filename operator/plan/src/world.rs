@@ -1,6 +1,6 @@
 //! What the planner is told: nothing of it is trusted to last.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
 use tandem_crds::status::GateOutcome;
@@ -37,6 +37,8 @@ pub struct World {
     pub workloads: Vec<Workload>,
     /// Their pods, until they are gone.
     pub pods: Vec<Pod>,
+    /// The uids of engine pods that a router which serves their contract does not know yet: no request goes there.
+    pub unrouted: BTreeSet<String>,
     /// The hash of the knobs that lie in each role's config map.
     pub knobs: BTreeMap<Role, String>,
     /// The order to the routers that lies in their config map.
@@ -75,7 +77,7 @@ pub struct Pod {
     pub revision: String,
     /// GPUs that it holds or asks for.
     pub gpus: i32,
-    /// Serves: ready, as its probe says, and known to the router.
+    /// Ready, as its probe says.
     pub ready: bool,
     /// Asked to stop.
     pub terminating: bool,

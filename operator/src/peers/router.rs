@@ -128,6 +128,30 @@ pub struct Blocked {
     pub count: u64,
 }
 
+/// The engines that a router has found.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Endpoints {
+    endpoints: Vec<Endpoint>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+struct Endpoint {
+    /// HOST:PORT.
+    endpoint: String,
+    state: String,
+}
+
+impl Endpoints {
+    /// Whether it may send requests to the engine of this address.
+    pub fn knows(&self, ip: &str) -> bool {
+        let is_it = |one: &&Endpoint| {
+            let host = one.endpoint.rsplit_once(':').map_or("", |(host, _)| host);
+            host.trim_matches(['[', ']']) == ip
+        };
+        self.endpoints.iter().find(is_it).is_some_and(|one| one.state != "down")
+    }
+}
+
 impl Seen {
     /// As the planner takes it.
     pub fn evidence(&self) -> Evidence {
@@ -153,6 +177,8 @@ pub struct Info {
     pub knobs: Knobs,
     /// What it has measured of its clients and engines.
     pub seen: Seen,
+    /// The engines that it has found; none: it is older, and does not say.
+    pub endpoints: Option<Endpoints>,
     /// When it said so.
     pub at: Timestamp,
 }
@@ -162,9 +188,11 @@ pub async fn info(http: &reqwest::Client, pod: &PodFacts, token: &str) -> Result
     let at = Timestamp::now();
     let traffic = call(http, pod, token, Method::GET, "traffic", None).await?;
     let knobs = call(http, pod, token, Method::GET, "knobs", None).await?;
-    // It only informs: a router that is older, and has no such path, is served all the same.
+    // A router that is older, and has no such path, is served all the same.
     let seen = call(http, pod, token, Method::GET, "evidence", None).await;
+    let endpoints = call(http, pod, token, Method::GET, "endpoints", None).await;
     Ok(Info {
+        endpoints: endpoints.ok(),
         traffic,
         knobs,
         seen: seen.unwrap_or_default(),

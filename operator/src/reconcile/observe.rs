@@ -20,6 +20,7 @@ use crate::cluster::cache::{Child, Key, View};
 use crate::cluster::kinds::Kind;
 use crate::observe::pod::PodFacts;
 use crate::observe::revision::Stored;
+use crate::observe::routing;
 use crate::observe::workload;
 use crate::peers::{Facts, knobs};
 use crate::render::guard::TOKEN_KEY;
@@ -131,6 +132,8 @@ impl Reconciler {
                 evidence: said.map(Facts::evidence).unwrap_or_default(),
             });
         }
+        let said = |uid: &str| memory.peers.get(uid).and_then(|known| known.facts.as_ref());
+        world.unrouted = routing::unrouted(&serving, &revisions, said);
         let probe = memory.probe.lock().unwrap_or_else(PoisonError::into_inner);
         world.probe.clone_from(&probe.found);
         drop(probe);

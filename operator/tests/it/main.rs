@@ -14,3 +14,4 @@ mod peers;
 mod queue;
 mod render;
 mod revision;
+mod routing;

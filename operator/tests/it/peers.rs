@@ -96,6 +96,7 @@ fn every_hot_field_is_told_to_the_processes_that_take_it_and_read_back() {
                     },
                     knobs: knobs::router(&of.spec),
                     seen: router::Seen::default(),
+                    endpoints: None,
                     at: Timestamp::UNIX_EPOCH,
                 }),
                 Role::Prefill | Role::Decode => engine_with(&of.spec, role),

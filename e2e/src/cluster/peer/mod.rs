@@ -38,6 +38,8 @@ pub struct Script {
     pub completions: Completions,
     /// Of an engine: hand-offs that finished, it says, beside those of its completions, and so many in a row that failed since.
     pub handoffs: (u32, u32),
+    /// Of a router: it has found no engine.
+    pub finds_none: bool,
     /// Of a router: it knows no decode that could pull from a prefill.
     pub no_pair: bool,
     /// Of a router: requests that ended lately, and of those whose client left before the end.
@@ -55,6 +57,7 @@ impl Default for Script {
             in_flight: 0,
             completions: Completions::Moved,
             handoffs: (0, 0),
+            finds_none: false,
             no_pair: false,
             clients: (0, 0),
             delay: Duration::ZERO,

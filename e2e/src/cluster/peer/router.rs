@@ -165,9 +165,11 @@ impl Router {
 
     /// Engines that it may choose from.
     fn engines(&self) -> Value {
+        let blind = (self.script)().finds_none;
         let of = |side: &str, service: &str| -> Vec<Value> {
             let all = (self.endpoints)(service);
             all.iter()
+                .filter(|_| !blind)
                 .map(|address| {
                     json!({"side": side, "endpoint": format!("{address}:{CONTROL}"), "state": "up", "in_flight": 0})
                 })

@@ -36,6 +36,9 @@ impl Sim {
         }
         let ended = new.history.first().filter(|entry| old.history.first() != Some(entry));
         match ended.map(|entry| entry.outcome) {
+            Some(Outcome::Promoted | Outcome::Reverted) if !self.world.unrouted.is_empty() => {
+                wrong.push(format!("done while the routers do not know {:?}", self.world.unrouted));
+            }
             Some(Outcome::Promoted) => {
                 wrong.extend(running.and_then(|running| self.differs(running)));
                 let before = stored(&old.revisions.running);

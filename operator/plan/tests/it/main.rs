@@ -267,6 +267,33 @@ fn three_replicas_roll_with_two_serving_at_every_moment() {
 }
 
 #[test]
+fn no_old_pod_goes_and_no_request_is_let_through_before_the_routers_know_the_new_pods() {
+    let mut spec = spec();
+    spec.decode.replicas = 3;
+    spec.decode.gpus_per_replica = 1;
+    let mut sim = settled(spec);
+    sim.route_seconds = 100;
+    sim.edit(|spec| spec.decode.image = "engine:2".into());
+    for _ in 0..200 {
+        sim.reconcile(usize::MAX);
+        assert!(sim.serving(Role::Decode) >= 2, "{:#?}", sim.world);
+        sim.tick();
+        assert!(sim.serving(Role::Decode) >= 2, "{:#?}", sim.world);
+    }
+    ready(&sim);
+    // Of a role that is gone for a while.
+    sim.edit(|spec| spec.prefill.image = "engine:2".into());
+    while sim.status.rollout.is_some() || sim.status.observed_generation < sim.generation {
+        sim.reconcile(usize::MAX);
+        let admits = sim.world.order == Some(Traffic::Admit);
+        assert!(!admits || sim.serving(Role::Prefill) == 1 || sim.status.step == Step::Admit);
+        sim.tick();
+    }
+    assert!(sim.rest(20));
+    ready(&sim);
+}
+
+#[test]
 fn more_replicas_scale_and_only_health_is_asked() {
     let mut sim = settled(spec());
     let before = sim.uids(Role::Decode);

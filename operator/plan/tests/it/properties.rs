@@ -20,8 +20,8 @@ enum Happens {
     NodeBack(usize),
     NodeGone(usize),
     Clock(i64),
-    /// Pods take so long to start and to end.
-    Slow(i64, i64),
+    /// Pods take so long to start and to end, and so long until routers know them.
+    Slow(i64, i64, i64),
     RestartOperator,
     NewDefaults(u8),
     /// What runs of the newest revision never gets ready.
@@ -96,7 +96,7 @@ fn happens() -> impl Strategy<Value = Happens> {
         1 => (0..2usize).prop_map(Happens::NodeBack),
         1 => Just(Happens::NodeGone(0)),
         1 => (-5_000..5_000i64).prop_map(Happens::Clock),
-        1 => (0..200i64, 0..200i64).prop_map(|(start, stop)| Happens::Slow(start, stop)),
+        1 => (0..200i64, 0..200i64, 0..200i64).prop_map(|(start, stop, route)| Happens::Slow(start, stop, route)),
         1 => Just(Happens::RestartOperator),
         1 => (1..3u8).prop_map(Happens::NewDefaults),
         1 => engine().prop_map(Happens::Break),
@@ -152,7 +152,9 @@ fn happen(sim: &mut Sim, event: &Happens) {
         Happens::NodeBack(at) if sim.nodes[*at] != Node::Gone => sim.nodes[*at] = Node::Up,
         Happens::NodeBack(_) => {}
         Happens::NodeGone(at) => sim.nodes[*at] = Node::Gone,
-        Happens::Slow(start, stop) => (sim.start_seconds, sim.stop_seconds) = (*start, *stop),
+        Happens::Slow(start, stop, route) => {
+            (sim.start_seconds, sim.stop_seconds, sim.route_seconds) = (*start, *stop, *route);
+        }
         Happens::RestartOperator => sim.restart_operator(),
         Happens::Clock(by) => sim.skew += by,
         Happens::NewDefaults(image) => sim.images.engine = format!("engine:{image}"),
@@ -278,7 +280,7 @@ proptest! {
     /// of each role all but one pod serve at every moment.
     #[test]
     fn all_but_one_serve_while_a_role_of_an_unchanged_contract_restarts(
-        replicas in (1..4, 1..4), spare in 0..3, times in (0..100i64, 0..100i64),
+        replicas in (1..4, 1..4), spare in 0..3, times in (0..100i64, 0..100i64, 0..100i64),
         changes in prop::collection::vec((restart(), 0..40usize, prop::bool::weighted(0.2)), 1..5),
         deaths in prop::collection::vec(0..6usize, 0..80),
     ) {
@@ -288,7 +290,7 @@ proptest! {
         start.gpus.budget = 2 * (replicas.0 + replicas.1) + spare;
         let mut sim = Sim::new(start);
         sim.rest(100);
-        (sim.start_seconds, sim.stop_seconds) = times;
+        (sim.start_seconds, sim.stop_seconds, sim.route_seconds) = times;
         let mut deaths = deaths.into_iter();
         let mut fewest = (replicas.0 as usize, replicas.1 as usize);
         let mut live = |sim: &mut Sim| {

@@ -1,6 +1,7 @@
 //! A world for the planner: Kubernetes' controllers, nodes and processes, and an operator that may die between any two of
 //! its writes. Time is a number, chance is the property's.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
@@ -28,6 +29,9 @@ pub enum Node {
 struct Life {
     node: Option<usize>,
     since: i64,
+    ready_since: i64,
+    /// The routers know it.
+    routed: bool,
 }
 
 pub fn serves(pod: &Pod) -> bool {
@@ -55,6 +59,8 @@ pub struct Sim {
     pub bad_probe: BTreeSet<String>,
     pub start_seconds: i64,
     pub stop_seconds: i64,
+    /// A router knows an engine so long after it is ready.
+    pub route_seconds: i64,
     /// Every write by its name.
     pub writes: Vec<String>,
     /// What went against an invariant.
@@ -86,6 +92,7 @@ impl Sim {
             bad_probe: BTreeSet::new(),
             start_seconds: 30,
             stop_seconds: 20,
+            route_seconds: 0,
             writes: Vec::new(),
             wrong: Vec::new(),
             lives: BTreeMap::new(),
@@ -350,6 +357,8 @@ impl Sim {
                     Life {
                         node: None,
                         since: self.now,
+                        ready_since: self.now,
+                        routed: false,
                     },
                 );
                 self.world.pods.push(Pod {
@@ -370,7 +379,8 @@ impl Sim {
             }
             for _ in workload.replicas..alive {
                 let mut pods: Vec<&mut Pod> = self.world.pods.iter_mut().filter(|pod| of_it(pod)).collect();
-                pods.sort_by_key(|pod| pod.ready);
+                // The one that is ready for the shortest time, as a ReplicaSet does.
+                pods.sort_by_key(|pod| (pod.ready, Reverse(self.lives[&pod.uid].ready_since)));
                 pods[0].terminating = true;
                 pods[0].ready = false;
                 self.lives.get_mut(&pods[0].uid).unwrap().since = self.now;
@@ -424,9 +434,9 @@ impl Sim {
     fn run(&mut self) {
         let knobs = self.world.knobs.clone();
         let order = self.world.order;
-        let (lives, now, start, broken) = (&self.lives, self.now, self.start_seconds, &self.broken);
+        let (lives, now, start, broken) = (&mut self.lives, self.now, self.start_seconds, &self.broken);
         for pod in &mut self.world.pods {
-            let life = &lives[&pod.uid];
+            let life = lives.get_mut(&pod.uid).unwrap();
             let runs = !pod.terminating && !pod.lost && life.node.is_some();
             if runs && !pod.ready && now - life.since >= start {
                 if broken.contains(&pod.revision) {
@@ -437,6 +447,7 @@ impl Sim {
                     continue;
                 }
                 pod.ready = true;
+                (life.ready_since, life.routed) = (now, false);
                 pod.backend = "cpu".into();
                 pod.knobs = knobs.get(&pod.role).cloned();
                 pod.order = order.filter(|_| pod.role == Role::Router);
@@ -450,11 +461,35 @@ impl Sim {
                 };
             }
         }
-        let stop = self.stop_seconds;
+        self.route();
+        let (lives, stop) = (&self.lives, self.stop_seconds);
         let stopped = |pod: &Pod| {
             pod.terminating && !pod.lost && (lives[&pod.uid].node.is_none() || now - lives[&pod.uid].since >= stop)
         };
         self.world.pods.retain(|pod| !stopped(pod));
+    }
+
+    /// A router that starts is ready once it knows the engines that there are.
+    fn route(&mut self) {
+        let contract = |pod: &Pod| {
+            let mut stored = self.revisions.iter();
+            stored
+                .find(|stored| stored.hash(pod.role) == pod.revision)
+                .map(|stored| &stored.contract)
+        };
+        let routers = self
+            .world
+            .pods
+            .iter()
+            .filter(|pod| pod.role == Role::Router && serves(pod));
+        let contracts: BTreeSet<_> = routers.map(contract).collect();
+        for pod in &self.world.pods {
+            let life = self.lives.get_mut(&pod.uid).unwrap();
+            life.routed |= self.now - life.ready_since >= self.route_seconds || !contracts.contains(&contract(pod));
+        }
+        let new = |pod: &&Pod| pod.role != Role::Router && pod.ready && !self.lives[&pod.uid].routed;
+        let new = self.world.pods.iter().filter(new).map(|pod| pod.uid.clone()).collect();
+        self.world.unrouted = new;
     }
 
     /// Somebody deletes a pod.
@@ -510,12 +545,10 @@ impl Sim {
             .any(|role| self.broken.contains(&role.hash))
     }
 
+    /// How many pods of a role serve and are known to the routers.
     pub fn serving(&self, role: Role) -> usize {
-        self.world
-            .pods
-            .iter()
-            .filter(|pod| pod.role == role && serves(pod))
-            .count()
+        let of_role = self.world.pods.iter().filter(|pod| pod.role == role && serves(pod));
+        of_role.filter(|pod| !self.world.unrouted.contains(&pod.uid)).count()
     }
 
     pub fn uids(&self, role: Role) -> Vec<String> {
@@ -534,7 +567,8 @@ impl Sim {
             let (before, writes) = (self.world.clone(), self.writes.len());
             self.tick();
             self.reconcile(usize::MAX);
-            let stands = |pod: &Pod| pod.ready || pod.lost || pod.trouble.is_some();
+            // A pod of a node that is lost will be replaced.
+            let stands = |pod: &Pod| pod.ready || (pod.lost && pod.terminating) || pod.trouble.is_some();
             if self.world != before || self.writes.len() > writes || !self.world.pods.iter().all(stands) {
                 continue;
             }
