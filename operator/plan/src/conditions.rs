@@ -12,7 +12,7 @@ use crate::machine::Machine;
 use crate::revision::Revision;
 use crate::world::Trouble;
 
-/// What only mirrors an observation changes no more often than this.
+/// What mirrors an observation that comes and goes is well again no sooner than so long after it last turned.
 const AT_MOST_EVERY: SignedDuration = SignedDuration::from_secs(60);
 const MAX_MESSAGE: usize = 1000;
 
@@ -25,7 +25,7 @@ pub fn tell(machine: &mut Machine<'_>) {
         ("Available", available(machine), Pace::AtOnce),
         ("Progressing", progressing(machine), Pace::AtOnce),
         ("Stalled", stalled(machine), Pace::AtOnce),
-        ("KnobsLive", knobs_live(machine), Pace::Damped),
+        ("KnobsLive", knobs_live(machine), Pace::AtOnce),
         ("CapacitySatisfied", capacity(machine), Pace::Damped),
     ] {
         set(machine, type_, told, pace);
@@ -54,7 +54,7 @@ pub fn tell(machine: &mut Machine<'_>) {
 enum Pace {
     /// At once.
     AtOnce,
-    /// It turns at most once in [`AT_MOST_EVERY`].
+    /// To False at once; else it turns at most once in [`AT_MOST_EVERY`].
     Damped,
     /// Likewise, save from Unknown; and it says what turned it until it turns again, for the numbers of a measurement always
     /// move.
@@ -87,8 +87,8 @@ fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, 
     let since = old.last_transition_time.0;
     let waits = match pace {
         Pace::AtOnce => false,
-        Pace::Damped => true,
-        Pace::Measured => old.status != "Unknown",
+        Pace::Damped => status != "False",
+        Pace::Measured => status != "False" && old.status != "Unknown",
     };
     if waits && old.status != status && now.duration_since(since) < AT_MOST_EVERY {
         let again = since.saturating_add(AT_MOST_EVERY).unwrap_or(now);

@@ -42,11 +42,11 @@ pub fn unhealthy(world: &World, goal: &Revision, order: Option<Traffic>) -> Opti
         let knobs = goal.knobs(role);
         let mut serving = world.serving(role, hash, false);
         if let Some(pod) = serving.find(|pod| pod.knobs.as_deref() != Some(knobs)) {
-            return Some(format!(
-                "{} pod {} does not run the knobs {knobs} yet",
-                role.field(),
-                pod.uid
-            ));
+            let why = match pod.knobs {
+                Some(_) => format!("does not run the knobs {knobs} yet"),
+                None => format!("does not say which knobs it runs; {knobs} are wanted"),
+            };
+            return Some(format!("{} pod {} {why}", role.field(), pod.uid));
         }
         let mut serving = world.serving(role, hash, false);
         let heard = |pod: &crate::world::Pod| role != Role::Router || order.is_none() || pod.order == order;

@@ -191,6 +191,9 @@ fn what_is_measured_over_and_over_is_written_over_and_over() {
     sim.now += 30;
     says(&mut sim, &handoffs(99, 0, 64, 0));
     assert_eq!(told(&sim).0, "True");
+    sim.now += 1;
+    says(&mut sim, &handoffs(99, 5, 64, 5));
+    assert_eq!(told(&sim).0, "False", "what is wrong is told at once");
     assert_eq!(sim.condition("Ready"), "True", "it informs, and blocks nothing");
 }
 
