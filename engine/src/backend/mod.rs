@@ -264,8 +264,6 @@ pub enum Op {
         w: WeightId,
         /// Workspace for the normed input.
         act: BufferId,
-        /// `[rows][intermediate_size]` f32, workspace.
-        work: BufferId,
         /// Activation `[rows][intermediate_size]`.
         out: BufferId,
         /// The matrix that reads `out`.

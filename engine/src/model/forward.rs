@@ -86,8 +86,6 @@ pub(super) struct Workspace {
     qkv: BufferId,
     /// `[rows][heads x head_dim]`.
     attended: BufferId,
-    /// `[rows][intermediate_size]`.
-    inner: BufferId,
     /// Matmul inputs of `hidden_size`.
     hidden_act: BufferId,
     /// Matmul inputs of `heads x head_dim`.
@@ -99,7 +97,7 @@ pub(super) struct Workspace {
 }
 
 /// Every buffer's shape, in the order of [`Workspace::new`].
-pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 20] {
+pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 19] {
     let rows = bounds.rows;
     let outs = bounds.seqs.min(rows);
     let words = |len| BufferShape::U32 { len };
@@ -122,7 +120,6 @@ pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 20] {
         floats(rows, c.hidden_size),
         floats(rows, c.qkv_columns()),
         floats(rows, attended),
-        floats(rows, c.intermediate_size),
         // the head's inputs come in two parts
         BufferShape::Activation {
             rows: rows.max(2 * outs),
@@ -137,7 +134,7 @@ pub(super) fn shapes(c: &ModelConfig, bounds: Bounds) -> [BufferShape; 20] {
 impl Workspace {
     /// Makes the buffers.
     pub(super) fn new(backend: &mut impl Backend, c: &ModelConfig, bounds: Bounds) -> Result<Self, BackendError> {
-        let mut ids = [BufferId(0); 20];
+        let mut ids = [BufferId(0); 19];
         for (id, shape) in ids.iter_mut().zip(shapes(c, bounds)) {
             *id = backend.buffer(shape)?;
         }
@@ -156,7 +153,7 @@ impl Workspace {
             logprobs,
             rest @ ..,
         ] = ids;
-        let [x, qkv, attended, inner, hidden_act, attended_act, inner_act, logits] = rest;
+        let [x, qkv, attended, hidden_act, attended_act, inner_act, logits] = rest;
         let batch = Batch {
             counts,
             tokens,
@@ -176,7 +173,6 @@ impl Workspace {
             x,
             qkv,
             attended,
-            inner,
             hidden_act,
             attended_act,
             inner_act,
@@ -294,7 +290,6 @@ impl Llama {
                 eps,
                 w: w.gate_up,
                 act: ws.hidden_act,
-                work: ws.inner,
                 out: ws.inner_act,
                 next: w.ffn_down,
                 batch,

@@ -107,7 +107,6 @@ impl Device {
                 norm,
                 w,
                 act: a,
-                work,
                 out,
                 next,
                 rows,
@@ -118,7 +117,6 @@ impl Device {
                 assert_eq!(self.vector(norm).len(), w.k(), "{op:?}");
                 floats(x, rows, w.k());
                 act(a, rows, w.k());
-                floats(work, rows, next.k());
                 act(out, rows, next.k());
             }
             Op::Head {

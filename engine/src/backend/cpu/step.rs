@@ -193,7 +193,6 @@ impl<'a> Worker<'a> {
                     next,
                     batch,
                     rows,
-                    ..
                 } => {
                     let rows = self.rows(&batch, rows);
                     let (w, next) = (self.device.matrix(w), self.device.matrix(next));
