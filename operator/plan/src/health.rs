@@ -97,7 +97,7 @@ fn failures(pod: &Pod, handoffs: &Handoffs) -> String {
     format!(
         "{} pod {} says: {which}; since it started {finished} finished and {total} failed ({})",
         pod.role.field(),
-        pod.uid,
+        pod.name,
         reasons.join(", ")
     )
 }

@@ -11,7 +11,7 @@ use tandem_crds::{Inputs, PDDeploymentSpec, PDDeploymentStatus, Role};
 use crate::intents::{Plan, Traffic};
 use crate::machine::plan;
 use crate::revision::{DefaultImages, Revision};
-use crate::world::{Evidence, Input, Pod, Probe, Workload, World};
+use crate::world::{Input, Pod, Probe, Workload, World};
 
 /// No change takes more passes where everything goes well: each of 2 x 64 pods goes and comes in a few.
 const MAX_PASSES: usize = 2000;
@@ -301,18 +301,7 @@ impl Stage {
 
 fn pod(workload: &Workload, number: usize) -> Pod {
     Pod {
-        uid: number.to_string(),
-        role: workload.role,
-        revision: workload.revision.clone(),
-        gpus: workload.gpus,
         ready: true,
-        terminating: false,
-        lost: false,
-        trouble: None,
-        knobs: None,
-        backend: String::new(),
-        order: None,
-        in_flight: 0,
-        evidence: Evidence::default(),
+        ..Pod::made(workload, number.to_string())
     }
 }

@@ -71,6 +71,8 @@ pub struct Workload {
 pub struct Pod {
     /// Its uid.
     pub uid: String,
+    /// Its name, for people.
+    pub name: String,
     /// The role.
     pub role: Role,
     /// The role's revision that it was made from.
@@ -95,6 +97,28 @@ pub struct Pod {
     pub in_flight: u64,
     /// What its process has measured.
     pub evidence: Evidence,
+}
+
+impl Pod {
+    /// One that was just made for `workload`, whose uid is its name.
+    pub fn made(workload: &Workload, name: String) -> Self {
+        Self {
+            uid: name.clone(),
+            name,
+            role: workload.role,
+            revision: workload.revision.clone(),
+            gpus: workload.gpus,
+            ready: false,
+            terminating: false,
+            lost: false,
+            trouble: None,
+            knobs: None,
+            backend: String::new(),
+            order: None,
+            in_flight: 0,
+            evidence: Evidence::default(),
+        }
+    }
 }
 
 /// What a process has measured of the ways that it is an end of.

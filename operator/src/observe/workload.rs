@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use k8s_openapi::api::apps::v1::Deployment;
 use tandem_crds::Role;
-use tandem_plan::{Evidence, Pod, Trouble, Workload};
+use tandem_plan::{Pod, Trouble, Workload};
 
 use super::pod::PodFacts;
 use crate::render::meta::{CONTRACT, REVISION, ROLE};
@@ -62,19 +62,5 @@ pub fn unseen(workload: &Workload, said: i32, pods: &[&PodFacts]) -> impl Iterat
     } else {
         said - alive.count() as i32
     };
-    (0..missing.max(0)).map(|index| Pod {
-        uid: format!("unseen-{}-{index}", workload.revision),
-        role: workload.role,
-        revision: workload.revision.clone(),
-        gpus: workload.gpus,
-        ready: false,
-        terminating: false,
-        lost: false,
-        trouble: None,
-        knobs: None,
-        backend: String::new(),
-        order: None,
-        in_flight: 0,
-        evidence: Evidence::default(),
-    })
+    (0..missing.max(0)).map(|index| Pod::made(workload, format!("unseen-{}-{index}", workload.revision)))
 }

@@ -113,6 +113,7 @@ impl Reconciler {
             let devices = facts.devices.iter().filter(|(name, _)| gpus.contains(name.as_str()));
             world.pods.push(Pod {
                 uid: facts.uid.clone(),
+                name: facts.name.clone(),
                 role,
                 revision: facts.revision.clone(),
                 gpus: devices.map(|(_, count)| count).sum(),

@@ -17,7 +17,8 @@ fn running() -> Revision {
 
 fn pod(role: Role, evidence: Evidence) -> Pod {
     Pod {
-        uid: role.field().into(),
+        uid: format!("uid-of-{}", role.field()),
+        name: role.field().into(),
         role,
         revision: String::new(),
         gpus: 0,
@@ -95,6 +96,7 @@ fn a_way_is_said_to_be_well_or_ill_that_was_not_measured_so() {
             Health::Ill(reason, message) => {
                 assert_eq!(reason, "HandoffsFail");
                 assert!(message.contains("stalled"), "{message}");
+                assert!(message.contains(" pod ") && !message.contains("uid-of-"), "{message}");
                 "Ill"
             }
         };

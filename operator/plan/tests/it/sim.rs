@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use tandem_crds::status::{Direction, GateOutcome};
 use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
 use tandem_plan::{
-    DefaultImages, Evidence, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
+    DefaultImages, Input, Plan, Pod, Probe, Revision, Traffic, Trouble, Workload, WorkloadIntent, World,
 };
 
 pub const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
@@ -361,21 +361,7 @@ impl Sim {
                         routed: false,
                     },
                 );
-                self.world.pods.push(Pod {
-                    uid,
-                    role: workload.role,
-                    revision: workload.revision.clone(),
-                    gpus: workload.gpus,
-                    ready: false,
-                    terminating: false,
-                    lost: false,
-                    trouble: None,
-                    knobs: None,
-                    backend: String::new(),
-                    order: None,
-                    in_flight: 0,
-                    evidence: Evidence::default(),
-                });
+                self.world.pods.push(Pod::made(&workload, uid));
             }
             for _ in workload.replicas..alive {
                 let mut pods: Vec<&mut Pod> = self.world.pods.iter_mut().filter(|pod| of_it(pod)).collect();
