@@ -159,7 +159,7 @@ async fn a_trace_breaks_between_router_decode_and_prefill_or_is_made_against_the
     let (status, body) = complete(&router, 73, &headers).await;
     assert_eq!(status, 200, "{body}");
 
-    let spans = collector.trace(sampled, 5).await;
+    let spans = collector.trace(sampled, 7).await;
     let by: HashMap<(&str, &str, SpanKind), &Span> = spans
         .iter()
         .map(|(service, span)| ((service.as_str(), span.name.as_str(), span.kind()), span))
@@ -173,9 +173,18 @@ async fn a_trace_breaks_between_router_decode_and_prefill_or_is_made_against_the
     let generate = find("tandem-decode", "tandem.v1.Engine/Generate", SpanKind::Server);
     let pull = find("tandem-decode", "tandem.v1.KvTransfer/Prefill", SpanKind::Client);
     let prefill = find("tandem-prefill", "tandem.v1.KvTransfer/Prefill", SpanKind::Server);
-    assert_eq!(spans.len(), 5, "{spans:?}");
+    let fetch = find("tandem-decode", "tandem.v1.KvTransfer/Fetch", SpanKind::Client);
+    let sent = find("tandem-prefill", "tandem.v1.KvTransfer/Fetch", SpanKind::Server);
+    assert_eq!(spans.len(), 7, "{spans:?}");
     assert_eq!(hex(&answer.parent_span_id), "00f067aa0ba902b7");
-    for (child, parent) in [(asked, answer), (generate, asked), (pull, generate), (prefill, pull)] {
+    for (child, parent) in [
+        (asked, answer),
+        (generate, asked),
+        (pull, generate),
+        (prefill, pull),
+        (fetch, pull),
+        (sent, fetch),
+    ] {
         assert_eq!(
             hex(&child.parent_span_id),
             hex(&parent.span_id),

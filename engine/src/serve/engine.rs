@@ -27,7 +27,10 @@ impl Engine for EngineService {
     type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<Load, Status>> + Send>>;
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let mut span = self.0.traces.served(request.metadata(), "tandem.v1.Engine/Generate");
+        let mut span = self
+            .0
+            .traces
+            .served(request.metadata().as_ref(), "tandem.v1.Engine/Generate");
         match generate::start(&self.0, request.into_inner(), &mut span).await {
             Ok(events) => Ok(Response::new(events)),
             Err(failure) => {

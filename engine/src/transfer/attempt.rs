@@ -291,7 +291,8 @@ impl<'a, F: Fn(Phase) + Send> Attempt<'a, F> {
                 rank: 0,
                 lane: 0,
             };
-            self.data = Some(data::fetch(channel, fetch));
+            let span = self.request.trace.call("tandem.v1.KvTransfer/Fetch", &endpoint);
+            self.data = Some(data::fetch(channel, fetch, span));
             self.data_peer = Some((endpoint, self.request.boot_id));
         }
         Ok(())

@@ -9,6 +9,7 @@ use http::{HeaderMap, HeaderValue, header};
 use http_body_util::{BodyExt as _, Full, Limited};
 use prost::Message as _;
 use prost::encoding::{WireType, encode_key, encode_varint};
+use tandem_telemetry::TraceParent;
 use tandem_wire::proto::{FetchRequest, Frame};
 use tonic::Status;
 use tonic::body::Body;
@@ -125,8 +126,8 @@ where
     }
 }
 
-/// Opens the stream.
-pub async fn call(mut channel: Channel, request: &FetchRequest) -> Result<Body, Status> {
+/// Opens the stream, as a part of `trace`.
+pub async fn call(mut channel: Channel, request: &FetchRequest, trace: &TraceParent) -> Result<Body, Status> {
     let mut call = http::Request::new(Body::new(Full::new(framed(request))));
     *call.method_mut() = http::Method::POST;
     *call.version_mut() = http::Version::HTTP_2;
@@ -134,6 +135,7 @@ pub async fn call(mut channel: Channel, request: &FetchRequest) -> Result<Body, 
     call.headers_mut().insert(header::CONTENT_TYPE, GRPC);
     call.headers_mut()
         .insert(header::TE, HeaderValue::from_static("trailers"));
+    trace.inject(call.headers_mut());
     let from_transport = |e: tonic::transport::Error| Status::from_error(Box::new(e));
     let response = channel
         .ready()

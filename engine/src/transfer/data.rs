@@ -5,8 +5,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use http_body_util::BodyExt as _;
+use tandem_telemetry::{Span, TraceParent};
 use tandem_wire::frame::{Digest, FrameSpan, checksum, spans};
 use tandem_wire::proto::{FetchRequest, Frame};
 use tandem_wire::state::PrefillState;
@@ -19,6 +20,7 @@ use super::chunks::Chunks;
 use super::inbox::Arrived;
 use super::source::{HandOff, Held, Shared};
 use crate::exec::KvRun;
+use crate::trace::failed;
 
 /// Frames as they come.
 pub type FrameStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
@@ -26,10 +28,22 @@ pub type FrameStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>
 /// Payload buffers that are looked at again: as many as a send window of 4 MiB holds, and one more.
 const RECYCLED: usize = 17;
 
-/// Decode's end: dials (a failure to do so is the first item) and reads frames.
-pub fn fetch(channel: Channel, request: FetchRequest) -> FrameStream {
+/// Decode's end: dials (a failure to do so is the first item) and reads frames, for as long as `span` lasts.
+pub fn fetch(channel: Channel, request: FetchRequest, mut span: Span) -> FrameStream {
+    let mut frames = read_frames(channel, request, span.parent().clone());
+    Box::pin(async_stream::stream! {
+        while let Some(frame) = frames.next().await {
+            if let Err(status) = &frame {
+                failed(&mut span, &Failure::from_status(status, Source::Decode));
+            }
+            yield frame;
+        }
+    })
+}
+
+fn read_frames(channel: Channel, request: FetchRequest, trace: TraceParent) -> FrameStream {
     Box::pin(async_stream::try_stream! {
-        let mut incoming = body::call(channel, &request).await?;
+        let mut incoming = body::call(channel, &request, &trace).await?;
         let mut chunks = Chunks::default();
         loop {
             while let Some(frame) = chunks.next_frame()? {
@@ -87,8 +101,8 @@ impl Drop for Reading {
 }
 
 /// Prefill's end: waits until the KV is there, then reads it frame by frame, at the pace of the receiver. The pages are
-/// held for the length of each copy and looked for anew before the next.
-pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
+/// held for the length of each copy and looked for anew before the next. `trace` lasts as long.
+pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>, mut trace: Span) -> FrameStream {
     Box::pin(async_stream::stream! {
         let mut reading = Reading { hand_off: Arc::clone(&hand_off), sent: 0, done: false };
         let cell = &hand_off.cell;
@@ -110,6 +124,7 @@ pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
             let payload = match read(&shared, &hand_off, span, &mut buffers) {
                 Ok(payload) => payload,
                 Err(failure) => {
+                    failed(&mut trace, &failure);
                     cell.fail(failure.clone());
                     yield Err(failure.to_status());
                     return;
@@ -136,6 +151,7 @@ pub fn frames(shared: Arc<Shared>, hand_off: Arc<HandOff>) -> FrameStream {
         }
         reading.done = true;
         if let Some(failure) = cell.failure() {
+            failed(&mut trace, &failure);
             yield Err(failure.to_status());
         }
     })

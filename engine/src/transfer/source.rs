@@ -27,6 +27,7 @@ use super::{body, control, data, watchdog};
 use crate::exec::{KvStore, ModelSpec};
 use crate::kv::SeqPages;
 use crate::sched::{PrefillAbort, Sampling, Scheduler, TransferGuard, read_sampling};
+use crate::trace::failed;
 
 /// A prompt of a million tokens takes 3 to 5 MB on the wire.
 const MAX_CONTROL_MESSAGE_BYTES: usize = 64 << 20;
@@ -176,7 +177,10 @@ impl KvTransfer for ControlPort {
     ) -> Result<Response<Self::PrefillStream>, Status> {
         let (to_decode, outbox) = mpsc::channel(control::OUTBOX);
         // not part of the response stream: a reader that stops reading must not stop the timers
-        let span = self.0.traces.served(request.metadata(), "tandem.v1.KvTransfer/Prefill");
+        let span = self
+            .0
+            .traces
+            .served(request.metadata().as_ref(), "tandem.v1.KvTransfer/Prefill");
         let task = control::run(Arc::clone(&self.0), request.into_inner(), to_decode, span);
         self.0.tasks.spawn(task);
         Ok(Response::new(ReceiverStream::new(outbox)))
@@ -214,15 +218,19 @@ where
                 let status = Status::unimplemented("the data port serves Fetch and nothing else");
                 return Ok(status.into_http());
             }
+            let mut span = shared.traces.served(request.headers(), "tandem.v1.KvTransfer/Fetch");
             let limit = shared.timers.get().rendezvous;
             let read = tokio::time::timeout(limit, body::read_request(request.into_body()));
             let attached = match read.await {
-                Ok(Ok(fetch)) => shared.attach(&fetch).await.map_err(|f| f.to_status()),
+                Ok(Ok(fetch)) => shared.attach(&fetch).await.map_err(|failure| {
+                    failed(&mut span, &failure);
+                    failure.to_status()
+                }),
                 Ok(Err(status)) => Err(status),
                 Err(_) => Err(Status::deadline_exceeded("the request of a data stream did not come")),
             };
             Ok(match attached {
-                Ok(Some(hand_off)) => body::respond(data::frames(shared, hand_off)),
+                Ok(Some(hand_off)) => body::respond(data::frames(shared, hand_off, span)),
                 Ok(None) => body::respond(Box::pin(futures::stream::empty())),
                 Err(status) => status.into_http(),
             })

@@ -27,7 +27,6 @@ use opentelemetry::{Context, KeyValue};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{Sampler, SdkTracer, SdkTracerProvider, SpanLimits};
-use tonic::metadata::MetadataMap;
 
 use crate::{Metrics, TelemetryError};
 use export::Sender;
@@ -121,8 +120,8 @@ impl Traces {
     }
 
     /// Begins the span of a gRPC call that is served here; `method` is package, service and name.
-    pub fn served(&self, metadata: &MetadataMap, method: &'static str) -> Span {
-        let mut span = self.request(metadata.as_ref(), method);
+    pub fn served(&self, headers: &HeaderMap, method: &'static str) -> Span {
+        let mut span = self.request(headers, method);
         span.rpc(method);
         span
     }

@@ -129,7 +129,8 @@ impl TraceParent {
         request
     }
 
-    fn inject(&self, headers: &mut HeaderMap) {
+    /// Tells whoever is sent `headers` of this context.
+    pub fn inject(&self, headers: &mut HeaderMap) {
         let Some(context) = &self.context else { return };
         if let Ok(mut parent) = HeaderValue::from_bytes(&traceparent(context)) {
             // it is another one for each call: in HTTP/2's table of headers it would only push out those that come again
