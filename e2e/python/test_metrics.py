@@ -18,7 +18,7 @@ def test_metrics_parse_and_each_has_help_and_a_name_of_ours(stack: Stack, proces
     found = families(stack, process)
     assert len(found) > 5
     for name, family in found.items():
-        assert name.startswith("tandem_") or name == "process_start_time_seconds", name
+        assert name.startswith(("tandem_", "process_")), name
         assert family.documentation, f"{name} has no help"
         assert family.type != "unknown", f"{name} has no type"
         assert family.samples, f"{name} is not initialised at zero"

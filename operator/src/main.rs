@@ -26,6 +26,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    metrics.counts(runtime.handle());
     let ended = runtime.block_on(run(&config, &metrics, traces.clone()));
     drop(runtime);
     traces.close();

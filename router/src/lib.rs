@@ -106,6 +106,7 @@ impl Router {
         traces: Traces,
     ) -> Result<Self, StartError> {
         let shards = Shards::start(config.threads()).map_err(StartError::Threads)?;
+        shards.runtimes().for_each(|runtime| exposition.counts(runtime));
         Self::start_on(shards, config, exposition, readiness, traces).await
     }
 

@@ -30,6 +30,7 @@ pub(crate) fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    metrics.counts(runtime.handle());
     let ended = runtime.block_on(run(config, metrics, traces.clone()));
     drop(runtime);
     traces.close();

@@ -23,6 +23,7 @@
 mod logs;
 mod metrics;
 mod ops;
+mod process;
 mod readiness;
 mod traces;
 

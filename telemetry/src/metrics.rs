@@ -10,6 +10,9 @@ use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+use tokio::runtime::Handle;
+
+use crate::process::Process;
 
 /// The process's registry: made once in `main`, cloned into each part.
 ///
@@ -17,10 +20,11 @@ use prometheus_client::registry::Registry;
 #[derive(Debug, Clone)]
 pub struct Metrics {
     registry: Arc<Mutex<Registry>>,
+    process: Process,
 }
 
 impl Metrics {
-    /// A registry that holds `tandem_build_info` and `process_start_time_seconds`.
+    /// A registry that holds `tandem_build_info` and what the process holds of the system.
     pub fn new(service: &'static str, version: &'static str) -> Self {
         let mut registry = Registry::default();
         registry.sub_registry_with_prefix("tandem").register(
@@ -39,9 +43,17 @@ impl Metrics {
             "When the process started, seconds since the epoch",
             started,
         );
+        let process = Process::default();
+        registry.register_collector(Box::new(process.clone()));
         Self {
             registry: Arc::new(Mutex::new(registry)),
+            process,
         }
+    }
+
+    /// `tandem_runtime_tasks` counts this runtime's tasks too from now on.
+    pub fn counts(&self, runtime: &Handle) {
+        self.process.counts(runtime);
     }
 
     /// Registers one part's metrics: names given inside `register` become `tandem_<part>_<name>`.

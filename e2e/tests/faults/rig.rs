@@ -44,8 +44,8 @@ pub struct Rig {
     pub decode_faults: Faults,
     decode_admin: String,
     folder: tempfile::TempDir,
-    /// Descriptors of prefill and decode without a router.
-    fds: [usize; 2],
+    /// Of prefill and decode without a router.
+    levels: [Levels; 2],
 }
 
 impl Rig {
@@ -72,11 +72,14 @@ impl Rig {
             decode_faults,
             decode_admin,
             folder,
-            fds: [usize::MAX; 2],
+            levels: [Levels::ANY; 2],
         };
         let front = rig.front().await;
         rig.settled(front).await;
-        rig.fds = [rig.prefill.process.fds(), rig.decode.process.fds()];
+        rig.levels = [
+            Levels::of_engine(&rig.prefill).await,
+            Levels::of_engine(&rig.decode).await,
+        ];
         rig
     }
 
@@ -103,10 +106,10 @@ impl Rig {
             router,
             faults,
             admin,
-            fds: 0,
+            levels: Levels::ANY,
         };
         front.unused().await;
-        front.fds = front.router.process.fds();
+        front.levels = front.levels_now().await;
         front
     }
 
@@ -126,7 +129,8 @@ impl Rig {
         told.expect("SetKnobs");
     }
 
-    /// Pages, requests, hand-offs, streams and descriptors are what they were, of the engines and of the router, which ends.
+    /// Pages, requests, hand-offs, streams, tasks, descriptors and threads are what they were, of the engines and of the router, which
+    /// ends.
     pub async fn settled(&self, mut front: Front) {
         tokio::join!(self.prefill.idle(SETTLE), self.decode.idle(SETTLE));
         for engine in [&self.prefill, &self.decode] {
@@ -138,21 +142,59 @@ impl Rig {
             .await;
         }
         front.unused().await;
-        at_most("the router", &front.router.process, front.fds).await;
+        eventually("the router is at its level", SETTLE, async || {
+            let metrics = front.router.metrics().await;
+            let requests = ["in_flight", "queue_depth", "at_engines", "upstream_in_flight"];
+            let left = requests.map(|gauge| metrics.sum(&format!("tandem_router_{gauge}"), &[]));
+            match front.levels_now().await.beyond(front.levels) {
+                None if left.iter().all(|left| *left < 0.5) => Ok(()),
+                None => Err(format!("{requests:?} {left:?}")),
+                Some(beyond) => Err(beyond),
+            }
+        })
+        .await;
         front.router.process.kill();
-        for (engine, before) in [&self.prefill, &self.decode].into_iter().zip(self.fds) {
-            at_most("an engine", &engine.process, before).await;
+        for (engine, before) in [&self.prefill, &self.decode].into_iter().zip(self.levels) {
+            eventually("an engine is at its level", SETTLE, async || {
+                Levels::of_engine(engine).await.beyond(before).map_or(Ok(()), Err)
+            })
+            .await;
         }
     }
 }
 
-async fn at_most(what: &str, process: &Process, before: usize) {
-    let what = format!("{what} has no more descriptors than before ({before})");
-    eventually(&what, SETTLE, async || {
-        let now = process.fds();
-        if now <= before { Ok(()) } else { Err(now.to_string()) }
-    })
-    .await;
+/// What a process holds.
+#[derive(Debug, Clone, Copy)]
+struct Levels {
+    tasks: usize,
+    fds: usize,
+    threads: usize,
+}
+
+impl Levels {
+    const ANY: Self = Self {
+        tasks: usize::MAX,
+        fds: usize::MAX,
+        threads: usize::MAX,
+    };
+
+    async fn of_engine(engine: &Engine) -> Self {
+        Self::of(&engine.process, &engine.metrics().await)
+    }
+
+    fn of(process: &Process, metrics: &probe::Metrics) -> Self {
+        Self {
+            tasks: metrics.sum("tandem_runtime_tasks", &[]) as usize,
+            fds: process.fds(),
+            threads: process.threads(),
+        }
+    }
+
+    /// What is more than `before`.
+    fn beyond(self, before: Self) -> Option<String> {
+        let beyond = self.tasks > before.tasks || self.fds > before.fds || self.threads > before.threads;
+        beyond.then(|| format!("{self:?}, before {before:?}"))
+    }
 }
 
 /// A router.
@@ -161,13 +203,19 @@ pub struct Front {
     pub faults: Faults,
     /// host:port of its admin port.
     pub admin: String,
-    fds: usize,
+    levels: Levels,
 }
 
 impl Front {
     pub fn addr(&self) -> SocketAddr {
         let url = self.router.url();
         url.trim_start_matches("http://").parse().expect("an address")
+    }
+
+    /// Its threads aside: those that tokenize stay for a while, for the next.
+    async fn levels_now(&self) -> Levels {
+        let levels = Levels::of(&self.router.process, &self.router.metrics().await);
+        Levels { threads: 0, ..levels }
     }
 
     /// `/admin/connections`.

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::Command;
 
-use tandem_e2e::{bin, root};
+use tandem_e2e::stack::{Pair, Router};
+use tandem_e2e::{bin, probe, root};
 use tandem_wire::Reason;
 use tandem_wire::reason::meaning;
 
@@ -112,4 +113,45 @@ fn every_flag_that_the_documents_name_exists() {
             }
         }
     }
+}
+
+/// What router and engines show begins with one of these.
+const METRICS: [&str; 6] = [
+    "tandem_router_",
+    "tandem_engine_",
+    "tandem_transfer_",
+    "tandem_runtime_",
+    "tandem_traces_",
+    "process_",
+];
+
+#[tokio::test]
+async fn a_metric_that_the_documents_name_is_shown_by_nobody() {
+    let pair = Pair::start(&[]).await;
+    let router = Router::start(&[&pair.prefill], &[&pair.decode], &[]).await;
+    let mut shown = BTreeSet::new();
+    for ops in [pair.prefill.ops(), pair.decode.ops(), router.ops()] {
+        let answer = probe::http().get(format!("http://{ops}/metrics")).send().await;
+        let text = answer.expect("/metrics").text().await.expect("a text");
+        let names = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+        shown.extend(names.map(str::to_owned));
+    }
+    let mut told = 0;
+    for (path, text) in documents() {
+        let quoted = text.split('`').skip(1).step_by(2);
+        let names = quoted.filter_map(|quoted| quoted.split(['{', ' ']).next());
+        for name in names.filter(|name| METRICS.iter().any(|part| name.starts_with(part))) {
+            told += 1;
+            // a counter's samples end in it
+            let family = name.strip_suffix("_total").unwrap_or(name);
+            assert!(
+                shown.contains(family),
+                "{} names {name}, which is not among {shown:?}",
+                path.display()
+            );
+        }
+    }
+    assert!(told > 10, "{told} names of metrics were found");
 }

@@ -55,6 +55,7 @@ pub fn run(flags: Flags) -> ExitCode {
         .build()
         .map_err(AnyError::from)
         .and_then(|runtime| {
+            metrics.counts(runtime.handle());
             let outcome = runtime.block_on(serve(flags, metrics, traces.clone()));
             // a load that was given up goes on in its thread; it must not keep the process
             runtime.shutdown_background();

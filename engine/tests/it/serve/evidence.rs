@@ -58,6 +58,30 @@ async fn stands(node: &TestNode, expected: &[(Phase, u32)]) {
     }
 }
 
+/// Of a node, the levels that are no phases.
+const LEVELS: [&str; 7] = [
+    "tandem_engine_running",
+    "tandem_engine_waiting",
+    "tandem_engine_waiting_tokens",
+    "tandem_engine_transferring",
+    "tandem_engine_pages{state=\"held\"}",
+    "tandem_transfer_oldest_age_seconds{side=\"prefill\"}",
+    "tandem_transfer_oldest_age_seconds{side=\"decode\"}",
+];
+
+/// Waits until these of [`LEVELS`], as far as their names go, are above zero and all others zero.
+async fn raised(node: &TestNode, expected: &[&str]) {
+    let begun = tokio::time::Instant::now();
+    loop {
+        let raised: Vec<&str> = LEVELS.into_iter().filter(|level| sample(node, level) > 0.0).collect();
+        if raised.len() == expected.len() && raised.iter().zip(expected).all(|(level, of)| level.contains(of)) {
+            return;
+        }
+        assert!(begun.elapsed() < PATIENCE, "expected {expected:?}, raised {raised:?}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
 /// Prefill and decode, with a relay between their data ports.
 struct Two {
     prefill: TestNode,
@@ -134,6 +158,7 @@ impl Two {
         for node in [self.prefill, self.decode] {
             until_idle(&node.scheduler).await;
             stands(&node, &[]).await;
+            raised(&node, &[]).await;
             node.close().await;
         }
     }
@@ -152,14 +177,28 @@ async fn each_level_turns_under_load_and_is_zero_after_it() {
     two.stand(&[(Phase::Prefill, 1)]).await;
     let other = two.open(2).await;
     two.stand(&[(Phase::Queued, 1), (Phase::Prefill, 1)]).await;
+    let at_prefill = [
+        "running",
+        "waiting",
+        "waiting_tokens",
+        "transferring",
+        "held",
+        "prefill",
+    ];
+    raised(&two.prefill, &at_prefill).await;
+    raised(&two.decode, &["running", "transferring", "held", "decode"]).await;
     two.let_up_to(Phase::Transfer);
     two.stand(&[(Phase::Transfer, 2)]).await;
+    raised(&two.prefill, &["transferring", "held", "prefill"]).await;
     two.let_up_to(Phase::Decode);
     stands(&two.decode, &[(Phase::Decode, 2)]).await;
     stands(&two.prefill, &[]).await;
+    raised(&two.prefill, &[]).await;
+    raised(&two.decode, &["running", "held"]).await;
     two.let_go();
     tokio::join!(finish(one), finish(other));
     two.stand(&[]).await;
+    raised(&two.decode, &[]).await;
 
     // a caller that takes nothing
     let unread = GenerateRequest {

@@ -127,6 +127,7 @@ impl Stack {
     pub async fn at_rest(&self, engines: &[&Mock]) {
         self.reaches("tandem_router_in_flight", 0).await;
         self.reaches("tandem_router_queue_depth", 0).await;
+        self.reaches("tandem_router_at_engines", 0).await;
         for mock in engines {
             mock.idle().await;
             for side in ["prefill", "decode"] {
