@@ -12,6 +12,7 @@ use tandem_wire::{Failure, Reason, Source, TransferId, TransferKey};
 use tonic::Streaming;
 
 use super::Flow;
+use super::ending::{LAST_WORDS, read_to_end};
 use super::piece::{Piece, Waiting};
 use super::progress::Progress;
 use super::queue::{Admitted, Asking, Ticket};
@@ -377,7 +378,11 @@ impl Choice {
                     self.state = State::Running(running);
                     None
                 }
-                Some(Wire::Finished(finished)) => Some(self.finish(running, &finished)),
+                Some(Wire::Finished(finished)) => {
+                    let done = self.finish(&mut running, &finished);
+                    read_to_end(running.events, LAST_WORDS);
+                    Some(done)
+                }
                 Some(Wire::Failure(failure)) => {
                     let failure = Failure::from_wire(&failure);
                     drop(running.events);
@@ -456,10 +461,10 @@ impl Choice {
         Some(Event::Text(piece))
     }
 
-    fn finish(&mut self, mut running: Box<Running>, finished: &proto::Finished) -> Event {
+    fn finish(&mut self, running: &mut Running, finished: &proto::Finished) -> Event {
         running.lease.decode.succeeded();
         let usage = finished.usage.unwrap_or_default();
-        self.prefilled(&mut running);
+        self.prefilled(running);
         if let Some(mut prefill) = running.unjudged.take() {
             if usage.recomputed {
                 prefill.failed();

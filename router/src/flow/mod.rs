@@ -10,10 +10,13 @@
 //! | [`progress`] | how far a request is, for whoever writes it down |
 //! | [`spec`] | what is asked for |
 //! | [`choice`] | one prompt from admission to its last token, as a stream of events |
+//! | [`ending`] | the end of a call, after its last message |
 //!
-//! Nothing here is spawned: a request lives in the future or the body that its client waits for, and goes with it.
+//! A request lives in the future or the body that its client waits for, and goes with it: nothing of it is spawned, only the end of
+//! its call's stream is read when it is over.
 
 pub mod choice;
+pub mod ending;
 pub mod piece;
 pub mod progress;
 pub mod queue;

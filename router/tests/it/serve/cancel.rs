@@ -172,8 +172,8 @@ async fn text_after_the_end_keeps_an_engine_busy() {
         Step::Started,
         Step::Spell("ok"),
         Step::Finish(Cause::Stop),
-        Step::Hold,
         Step::Spell("more"),
+        Step::Hold,
     ]);
     assert_eq!(stack.client.chat(json!({})).await.content(), "ok");
     assert!(decode.idle().await < CANCELLED_WITHIN);

@@ -94,6 +94,8 @@ struct Inner {
     gate: Semaphore,
     load: watch::Sender<Load>,
     infos: watch::Sender<usize>,
+    /// Calls whose answer was read to its end.
+    ended: watch::Sender<usize>,
 }
 
 /// What an engine says about itself.
@@ -178,6 +180,7 @@ impl Mock {
             gate: Semaphore::new(0),
             load: watch::Sender::new(Load::default()),
             infos: watch::Sender::new(0),
+            ended: watch::Sender::new(0),
         });
         // a runtime of its own, so that dropping it closes every socket as a killed process does
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -258,6 +261,16 @@ impl Mock {
         tokio::time::timeout(PATIENCE, reached)
             .await
             .expect("the engine was never called")
+            .unwrap();
+    }
+
+    /// Waits until so many calls were read to their end, which is after their last message.
+    pub async fn ended(&self, calls: usize) {
+        let mut ended = self.inner.ended.subscribe();
+        let reached = ended.wait_for(|ended| *ended >= calls);
+        tokio::time::timeout(PATIENCE, reached)
+            .await
+            .expect("a call that went well was cut off before its end")
             .unwrap();
     }
 
@@ -400,6 +413,7 @@ impl Engine for Service {
                     Step::Cut => return,
                 }
             }
+            inner.ended.send_modify(|ended| *ended += 1);
         };
         Ok(Response::new(Box::pin(events)))
     }

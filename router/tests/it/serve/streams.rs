@@ -231,7 +231,30 @@ async fn a_request_outlives_its_time() {
     stack.at_rest(&[&decode]).await;
 }
 
-/// Each answer's call is dropped at its last message, before its trailers have come: a connection outlives thousands of those.
+#[tokio::test]
+async fn a_call_that_went_well_is_reset_before_its_end_or_its_end_is_waited_for() {
+    let decode = engine::decode();
+    let stack = stack(&[], &[&decode], &[]).await;
+    for (calls, streamed) in [(1, false), (2, true)] {
+        // its end comes when the client has the whole answer
+        decode.then(vec![
+            Step::Started,
+            Step::Spell("Paris"),
+            Step::Finish(Cause::Stop),
+            Step::Hold,
+        ]);
+        let text = if streamed {
+            stack.client.stream(json!({})).await.text()
+        } else {
+            stack.client.chat(json!({})).await.content()
+        };
+        assert_eq!(text, "Paris");
+        decode.release();
+        decode.ended(calls).await;
+    }
+    stack.at_rest(&[&decode]).await;
+}
+
 #[tokio::test]
 async fn a_connection_to_an_engine_ends_after_so_many_answers() {
     let decode = engine::decode();
