@@ -18,38 +18,43 @@ pub struct Meaning {
     pub http: u16,
     /// The same request may succeed on another pair or later: a new attempt is allowed before the first byte.
     pub retryable: bool,
+    /// It says that an engine, or the way between two, is not well. What its client or its request did, an engine that is full, on its
+    /// way out or just started again, and a peer that gave the work up say nothing of the kind.
+    pub fault: bool,
 }
 
 /// The table. Total, without a wildcard: a new reason has to decide.
 pub const fn meaning(reason: Reason) -> Meaning {
-    const fn row(code: &'static str, grpc: Code, http: u16, retryable: bool) -> Meaning {
+    const fn row(code: &'static str, grpc: Code, http: u16, retryable: bool, fault: bool) -> Meaning {
         Meaning {
             code,
             grpc,
             http,
             retryable,
+            fault,
         }
     }
     match reason {
         // 499 is nginx's "client closed request"; nobody is left to read it
-        Reason::AbortedByClient => row("aborted_by_client", Code::Cancelled, 499, false),
-        Reason::AbortedByPeer => row("aborted_by_peer", Code::Aborted, 502, true),
-        Reason::PeerLost => row("peer_lost", Code::Unavailable, 502, true),
-        Reason::StaleBoot => row("stale_boot", Code::FailedPrecondition, 503, true),
-        Reason::StaleAttempt => row("stale_attempt", Code::FailedPrecondition, 503, true),
-        Reason::RendezvousTimeout => row("rendezvous_timeout", Code::Unavailable, 504, true),
-        Reason::Stalled => row("stalled", Code::Unavailable, 504, true),
-        Reason::Deadline => row("deadline", Code::DeadlineExceeded, 504, false),
-        Reason::Incomplete => row("incomplete", Code::DataLoss, 502, true),
-        Reason::Checksum => row("checksum", Code::DataLoss, 502, true),
-        Reason::PromptMismatch => row("prompt_mismatch", Code::DataLoss, 502, true),
-        Reason::LayoutMismatch => row("layout_mismatch", Code::FailedPrecondition, 502, true),
-        Reason::NoCapacity => row("no_capacity", Code::ResourceExhausted, 503, true),
-        Reason::LeaseLost => row("lease_lost", Code::Unavailable, 502, true),
-        Reason::OverLength => row("over_length", Code::InvalidArgument, 400, false),
-        Reason::Draining => row("draining", Code::Unavailable, 503, true),
-        Reason::Internal | Reason::Unspecified => row("internal", Code::Internal, 500, false),
-        Reason::Invalid => row("invalid", Code::InvalidArgument, 400, false),
+        Reason::AbortedByClient => row("aborted_by_client", Code::Cancelled, 499, false, false),
+        Reason::AbortedByPeer => row("aborted_by_peer", Code::Aborted, 502, true, false),
+        Reason::PeerLost => row("peer_lost", Code::Unavailable, 502, true, true),
+        Reason::StaleBoot => row("stale_boot", Code::FailedPrecondition, 503, true, false),
+        Reason::StaleAttempt => row("stale_attempt", Code::FailedPrecondition, 503, true, false),
+        Reason::RendezvousTimeout => row("rendezvous_timeout", Code::Unavailable, 504, true, true),
+        Reason::Stalled => row("stalled", Code::Unavailable, 504, true, true),
+        Reason::Deadline => row("deadline", Code::DeadlineExceeded, 504, false, false),
+        Reason::Incomplete => row("incomplete", Code::DataLoss, 502, true, true),
+        Reason::Checksum => row("checksum", Code::DataLoss, 502, true, true),
+        Reason::PromptMismatch => row("prompt_mismatch", Code::DataLoss, 502, true, true),
+        Reason::LayoutMismatch => row("layout_mismatch", Code::FailedPrecondition, 502, true, true),
+        Reason::NoCapacity => row("no_capacity", Code::ResourceExhausted, 503, true, false),
+        Reason::LeaseLost => row("lease_lost", Code::Unavailable, 502, true, true),
+        Reason::OverLength => row("over_length", Code::InvalidArgument, 400, false, false),
+        Reason::Draining => row("draining", Code::Unavailable, 503, true, false),
+        Reason::Internal | Reason::Unspecified => row("internal", Code::Internal, 500, false, true),
+        Reason::Invalid => row("invalid", Code::InvalidArgument, 400, false, false),
+        Reason::Loading => row("loading", Code::Unavailable, 503, true, false),
     }
 }
 
@@ -217,13 +222,13 @@ mod tests {
         let n = codes.len();
         codes.dedup();
         assert_eq!(codes.len(), n);
-        assert!(n >= 18);
+        assert!(n >= 19);
     }
 
     #[test]
-    fn what_the_client_did_wrong_is_never_retried() {
+    fn what_the_client_did_wrong_is_retried_or_blamed_on_an_engine() {
         for reason in every_reason().filter(|r| meaning(*r).http < 500) {
-            assert!(!meaning(reason).retryable, "{reason:?}");
+            assert!(!meaning(reason).retryable && !meaning(reason).fault, "{reason:?}");
         }
     }
 

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     fn end() -> impl Strategy<Value = End> {
-        (1..=18i32, any::<bool>()).prop_map(|(r, abort)| {
+        (1..=19i32, any::<bool>()).prop_map(|(r, abort)| {
             let reason = Reason::try_from(r).unwrap();
             if abort {
                 End::Aborted(reason)

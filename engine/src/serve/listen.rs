@@ -1,5 +1,5 @@
-//! Sockets. An address is taken before the model is loaded, so that a conflict is told at once; connections are accepted only
-//! when there is something to answer them, and refused until then.
+//! Sockets. An address is taken before the model is loaded, so that a conflict is told at once. On the control port calls are told
+//! that it loads; connections to the others are refused until there is something to answer them.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -40,7 +40,7 @@ pub struct ListenError {
     pub source: std::io::Error,
 }
 
-/// An address that is taken but refuses connections.
+/// An address that is taken and refuses connections until it listens.
 #[derive(Debug)]
 pub struct Reserved {
     socket: Socket,
@@ -81,15 +81,21 @@ impl Reserved {
 
     /// Accepts connections from now on. Call it on the runtime that will serve them.
     pub fn open(self) -> Result<TcpListener, ListenError> {
-        let (addr, what, flag) = (self.addr, self.what, self.flag);
-        let error = |source| ListenError {
-            addr,
-            what,
-            flag,
-            source,
+        self.lend()
+    }
+
+    /// The same for a while: connections that come when the listener is gone wait until the address is opened.
+    pub fn lend(&self) -> Result<TcpListener, ListenError> {
+        let listen = || {
+            self.socket.listen(BACKLOG)?;
+            TcpListener::from_std(self.socket.try_clone()?.into())
         };
-        self.socket.listen(BACKLOG).map_err(error)?;
-        TcpListener::from_std(self.socket.into()).map_err(error)
+        listen().map_err(|source| ListenError {
+            addr: self.addr,
+            what: self.what,
+            flag: self.flag,
+            source,
+        })
     }
 }
 

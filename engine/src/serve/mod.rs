@@ -9,6 +9,7 @@
 //! | [`admin`] | the `Admin` service on its own port, behind a token |
 //! | `generate` | one request, from admission to its last event |
 //! | [`knobs`] | all hot knobs as one message |
+//! | `loading` | what is answered while the model loads |
 //! | [`listen`] | sockets: bound early, opened late; the data port's server |
 //! | `monitor` | sees from outside of the scheduler's thread whether it lives |
 
@@ -18,6 +19,7 @@ pub mod flags;
 mod generate;
 pub mod knobs;
 pub mod listen;
+mod loading;
 mod monitor;
 pub mod node;
 pub mod process;

@@ -1,7 +1,7 @@
 //! From the command line to the exit code.
 //!
 //! Order matters: logs first; signals are caught before anything can take long; health answers before the model loads; an
-//! address that is taken is told before the model loads; requests are accepted only when they can be answered.
+//! address that is taken is told before the model loads; requests that come while it loads are told so.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 use super::admin::AdminPort;
 use super::flags::Flags;
 use super::listen::Reserved;
+use super::loading;
 use super::node::{Node, NodeConfig, Ports, READER_STALL};
 use crate::exec::Executor;
 use crate::model::{LoadError, LoadOptions, load};
@@ -112,13 +113,14 @@ async fn serve(flags: Flags, metrics: Metrics, traces: Traces) -> Result<(), Any
         ops_listen = %ops.addr(),
         "loading the model"
     );
-    let loading = load_beside(flags.load_options(), readiness.clone())?;
+    let load = load_beside(flags.load_options(), readiness.clone())?;
     let executor = tokio::select! {
-        loaded = loading => loaded.map_err(|_| "the model's loader panicked; its log says where")??,
+        loaded = load => loaded.map_err(|_| "the model's loader panicked; its log says where")??,
         signal = signals.next() => {
             tracing::info!(signal, "told to end while the model loads");
             return Ok(());
         }
+        never = loading::answer(control.lend()?, flags.role.source(), readiness.clone()) => match never {},
     };
 
     let config = NodeConfig {

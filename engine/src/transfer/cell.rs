@@ -359,7 +359,7 @@ mod tests {
 
     fn event() -> impl Strategy<Value = PrefillEvent> {
         use PrefillEvent as E;
-        let end = (1..=18i32, any::<bool>()).prop_map(|(r, abort)| {
+        let end = (1..=19i32, any::<bool>()).prop_map(|(r, abort)| {
             let reason = Reason::try_from(r).unwrap();
             E::End(if abort {
                 End::Aborted(reason)

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tandem_wire::Reason;
 use tandem_wire::proto::{FailedHandoffs, Handoffs};
+use tandem_wire::reason::meaning;
 
 /// Hand-offs that are remembered one by one …
 const RECENT: usize = 64;
@@ -26,9 +27,9 @@ struct Book {
 }
 
 impl Tally {
-    /// One ended now; with a reason where it failed.
+    /// One ended now; with a reason where it failed. One that failed by nobody's fault says nothing.
     pub(super) fn ended(&self, failed: Option<Reason>, now: Instant) {
-        if failed.is_some_and(|reason| !tells(reason)) {
+        if failed.is_some_and(|reason| !meaning(reason).fault) {
             return;
         }
         let mut book = self.0.lock();
@@ -69,33 +70,6 @@ impl Tally {
     }
 }
 
-/// Whether a failure says something of the way between two engines. Total, without a wildcard: a new reason has to decide.
-const fn tells(reason: Reason) -> bool {
-    match reason {
-        // its client's doing, or its request's own limits
-        Reason::AbortedByClient
-        | Reason::AbortedByPeer
-        | Reason::Deadline
-        | Reason::OverLength
-        | Reason::Invalid
-        // an engine that has no room, or that is on its way out as it was told
-        | Reason::NoCapacity
-        | Reason::Draining => false,
-        Reason::PeerLost
-        | Reason::StaleBoot
-        | Reason::StaleAttempt
-        | Reason::RendezvousTimeout
-        | Reason::Stalled
-        | Reason::Incomplete
-        | Reason::Checksum
-        | Reason::PromptMismatch
-        | Reason::LayoutMismatch
-        | Reason::LeaseLost
-        | Reason::Internal
-        | Reason::Unspecified => true,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,10 +97,12 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_leaves_or_an_engine_without_room_counts_as_a_broken_way() {
+    fn a_client_that_leaves_or_an_engine_that_was_started_again_counts_as_a_broken_way() {
         let (tally, now) = (Tally::default(), Instant::now());
         for reason in [
             Reason::AbortedByClient,
+            Reason::AbortedByPeer,
+            Reason::StaleBoot,
             Reason::NoCapacity,
             Reason::Draining,
             Reason::Deadline,

@@ -314,7 +314,7 @@ impl Choice {
         }
         match (&error, self.last.take()) {
             (RouterError::NoDecode(_) | RouterError::NoPrefill(_), Some(failure))
-                if failure.reason != Reason::StaleBoot && failure.reason != Reason::Draining =>
+                if !matches!(failure.reason, Reason::StaleBoot | Reason::Loading | Reason::Draining) =>
             {
                 failure.into()
             }

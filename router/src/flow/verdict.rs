@@ -33,34 +33,14 @@ impl Met<'_> {
         }
     }
 
-    /// Is it a fault of that engine, which its breaker counts? What a client did, a full engine or a restarted one is none.
+    /// Is it a fault of that engine, which its breaker counts?
     pub fn fault(&self) -> bool {
-        match self.failure.reason {
-            Reason::AbortedByPeer
-            | Reason::PeerLost
-            | Reason::RendezvousTimeout
-            | Reason::Stalled
-            | Reason::Incomplete
-            | Reason::Checksum
-            | Reason::PromptMismatch
-            | Reason::LayoutMismatch
-            | Reason::LeaseLost
-            | Reason::Internal
-            | Reason::Unspecified => true,
-            Reason::AbortedByClient
-            | Reason::StaleBoot
-            | Reason::StaleAttempt
-            | Reason::Deadline
-            | Reason::NoCapacity
-            | Reason::OverLength
-            | Reason::Draining
-            | Reason::Invalid => false,
-        }
+        self.failure.meaning().fault
     }
 
     /// Does it raise doubt that the engine is still the one that we know?
     pub fn doubt(&self) -> bool {
-        lost_peer(self.failure.reason) || self.failure.reason == Reason::StaleBoot
+        lost_peer(self.failure.reason) || matches!(self.failure.reason, Reason::StaleBoot | Reason::Loading)
     }
 
     /// May the request be sent again? Never once the client has a piece of the answer (`delivered`).
@@ -118,21 +98,6 @@ mod tests {
                     assert!(!met.again(policy, MAX_ATTEMPTS, false), "{failure:?}");
                 }
             }
-        }
-    }
-
-    #[test]
-    fn what_the_client_did_is_no_fault_of_an_engine() {
-        for failure in failures().filter(|failure| failure.meaning().http < 500) {
-            assert!(
-                !Met {
-                    failure: &failure,
-                    carried: true,
-                    with_prefill: true
-                }
-                .fault(),
-                "{failure:?}"
-            );
         }
     }
 

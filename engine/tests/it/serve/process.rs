@@ -12,7 +12,9 @@ use tandem_engine::serve::node::READER_STALL;
 use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::generate_event::Event;
-use tandem_wire::proto::{FlushRequest, GenerateEvent, GenerateRequest, GetInfoRequest};
+use tandem_wire::proto::kv_transfer_client::KvTransferClient;
+use tandem_wire::proto::{DecodeMessage, FlushRequest, GenerateEvent, GenerateRequest, GetInfoRequest};
+use tandem_wire::{Failure, Reason, Source};
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
@@ -291,8 +293,8 @@ fn a_step_that_hangs_ends_the_process_with_1_also_while_it_drains() {
     }
 }
 
-#[test]
-fn a_signal_while_the_model_loads_ends_the_process_at_once() {
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_call_while_the_model_loads_is_refused_without_a_word_and_a_signal_waits_for_it() {
     let dir = tempfile::tempdir().unwrap();
     // a pipe that nobody writes to: the load cannot end by itself
     let pipe = dir.path().join("model.gguf");
@@ -305,10 +307,18 @@ fn a_signal_while_the_model_loads_ends_the_process_at_once() {
     let (status, body) = get(&ops, "/readyz");
     assert_eq!(status, 503);
     assert!(body.contains("\"loading\":0"), "{body}");
-    assert!(
-        TcpStream::connect(&listen).is_err(),
-        "requests are refused while nothing can answer them"
-    );
+    let mut client = EngineClient::connect(format!("http://{listen}")).await.unwrap();
+    let refused = client.get_info(GetInfoRequest {}).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable);
+    let refused = Failure::from_status(&refused, Source::Router);
+    assert_eq!((refused.reason, refused.source), (Reason::Loading, Source::Decode));
+    assert!(refused.detail.contains(" s, 0 % of it is there"), "{refused}");
+    let mut peer = KvTransferClient::connect(format!("http://{listen}")).await.unwrap();
+    let refused = peer
+        .prefill(futures::stream::empty::<DecodeMessage>())
+        .await
+        .unwrap_err();
+    assert_eq!(Failure::from_status(&refused, Source::Router).reason, Reason::Loading);
     engine.signal(libc::SIGTERM);
     assert_eq!(engine.wait().code(), Some(0));
 }
