@@ -146,12 +146,26 @@ impl Engine {
 
     /// Starts it again with the same arguments, so on the same ports; the old process has to be gone.
     pub async fn restart(&mut self) {
-        assert!(self.process.exited().is_some(), "{} still runs", self.role);
-        self.process = Process::start(self.role, &bin(self.program), &self.args);
+        self.relaunch();
         self.ready().await;
     }
 
-    async fn ready(&mut self) {
+    /// The same without waiting.
+    pub fn relaunch(&mut self) {
+        assert!(self.process.exited().is_some(), "{} still runs", self.role);
+        self.process = Process::start(self.role, &bin(self.program), &self.args);
+    }
+
+    /// What its `/readyz` answers: status and body.
+    pub async fn readiness(&self) -> Result<(u16, String), String> {
+        let answer = probe::http().get(format!("http://{}/readyz", self.ops())).send().await;
+        let answer = answer.map_err(|error| error.to_string())?;
+        let status = answer.status().as_u16();
+        Ok((status, answer.text().await.map_err(|error| error.to_string())?))
+    }
+
+    /// Waits until it is ready.
+    pub async fn ready(&mut self) {
         let url = format!("http://{}/readyz", self.ops());
         let process = &mut self.process;
         wait_ready(process, self.role, &url).await;

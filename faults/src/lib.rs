@@ -12,6 +12,8 @@
 //! file beside its place and move it there: half of one is an error, and an error ends the process. What is planted now lies in
 //! a file of the same name with `.planted` behind it, for those who have to know before they go on.
 
+pub mod rows;
+
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -1,7 +1,9 @@
 //! What a record says, in the terms that the rules speak in.
 
 use super::observation::{Note, Notes, Seconds, count, own_word, probes_line, range, routers_word};
-use super::record::{Clients, Connection, Engine, HeardEngine, Inflight, Load, Outcome, Probe, Record, Side, Way};
+use super::record::{
+    Clients, Connection, Engine, HeardEngine, Inflight, Kept, Load, Outcome, Probe, Record, Side, Way,
+};
 
 /// What is known.
 #[derive(Debug)]
@@ -20,6 +22,8 @@ pub struct Facts<'a> {
     pub blocked_note: Note,
     /// Engines by their own word, with what the router says of each.
     pub engines: Vec<EngineFacts<'a>>,
+    /// The router names engines that nobody looked at: what these do is not known.
+    pub strangers: bool,
     probes: Vec<(&'a Probe, Note)>,
 }
 
@@ -52,6 +56,10 @@ pub struct EngineFacts<'a> {
 pub enum Condition {
     /// It does not answer.
     Silent,
+    /// It answers that its model is not there yet.
+    Loading,
+    /// It answers, and says nothing of its load.
+    Unreported,
     /// It has nothing to compute.
     Idle,
     /// It has, and each step took at most so long.
@@ -79,6 +87,7 @@ impl<'a> Facts<'a> {
             blocked: Vec::new(),
             blocked_note: 0,
             engines: Vec::new(),
+            strangers: false,
             probes: Vec::new(),
         };
         facts.clients(record, notes);
@@ -181,6 +190,12 @@ impl<'a> Facts<'a> {
         if let Some((place, why)) = heard.and_then(|heard| Some((&heard.place, heard.failed()?))) {
             notes.take(place, format!("the router's engines cannot be read: {why}"));
         }
+        let named = heard
+            .and_then(|heard| heard.read())
+            .into_iter()
+            .flat_map(|heard| &heard.engines);
+        let looked_at = |of: &HeardEngine| record.engines.iter().any(|engine| engine.endpoint == of.endpoint);
+        self.strangers = !named.into_iter().all(looked_at);
         for engine in &record.engines {
             let known = heard.and_then(|heard| heard.read());
             let heard_of = known.and_then(|known| known.engines.iter().find(|heard| heard.endpoint == engine.endpoint));
@@ -242,6 +257,11 @@ impl<'a> Facts<'a> {
                 continue;
             }
             probed.notes.push(*note);
+            match probe.connection {
+                Kept::Fresh => probed.fresh = true,
+                Kept::Reused => probed.reused |= probe.reused == Some(true),
+            }
+            probed.moved_kv |= moved_kv(probe);
             let well = passed(probe).is_some_and(|total_ms| total_ms < self.stuck_ms);
             probed.slowest_ms = probed.slowest_ms.max(passed(probe).unwrap_or(0));
             if !well && self.waits_its_turn(probe) {
@@ -318,6 +338,19 @@ impl<'a> Facts<'a> {
         (!notes.is_empty()).then_some(notes)
     }
 
+    /// Has this router as many requests at each engine as stand still there in `state`?
+    pub fn only_ours_in(&self, state: &str) -> bool {
+        self.engines.iter().all(|engine| {
+            let there: u64 = engine
+                .inflight
+                .iter()
+                .filter(|of| of.state == state)
+                .map(|of| of.count)
+                .sum();
+            there == 0 || engine.heard.is_some_and(|heard| heard.in_flight >= there)
+        })
+    }
+
     /// Requests in one of `states` that have not moved for too long, by their observations.
     pub fn stuck_in(&self, states: &[&str]) -> Option<Vec<Note>> {
         let stuck = |wait: &&Wait<'_>| states.contains(&wait.state) && self.step_ms(wait) >= self.stuck_ms;
@@ -345,6 +378,12 @@ pub struct Probed<'a> {
     pub waits: bool,
     /// Of those that passed.
     pub slowest_ms: u64,
+    /// Some came on a connection of their own …
+    pub fresh: bool,
+    /// … and some on one that another had come on before.
+    pub reused: bool,
+    /// KV was moved for some.
+    pub moved_kv: bool,
     /// All of them.
     pub notes: Vec<Note>,
 }
@@ -366,6 +405,15 @@ impl Probed<'_> {
         self.fine() && passed(outer).is_none_or(|total_ms| total_ms / 2 >= self.slowest_ms)
     }
 
+    /// That, in words, of a way that HTTP connections take.
+    pub fn well_on_connections(&self) -> String {
+        self.well(match (self.fresh, self.reused) {
+            (true, true) => "on fresh and on reused connections",
+            (false, true) => "on reused connections",
+            (_, false) => "on fresh connections",
+        })
+    }
+
     /// That, in words. `how`: on which way.
     pub fn well(&self, how: &str) -> String {
         let turn = if self.waits {
@@ -374,6 +422,14 @@ impl Probed<'_> {
             ""
         };
         format!("probes pass {how}{turn}")
+    }
+}
+
+/// Was KV moved for it? A decode that reads the prompt by itself passes prefill by.
+fn moved_kv(probe: &Probe) -> bool {
+    match &probe.outcome {
+        Outcome::Passed { spent_ms, .. } => spent_ms.get("transfer").is_some_and(|ms| *ms > 0.0),
+        _ => false,
     }
 }
 
@@ -388,8 +444,14 @@ pub fn passed(probe: &Probe) -> Option<u64> {
 /// Its condition over all its reports, and whether it was full at one of them. `worked_ms`: for so long the router says that it
 /// has had something to compute.
 fn condition(engine: &Engine, stuck_ms: u64, worked_ms: u64) -> (Condition, bool) {
+    if engine.loading {
+        return (Condition::Loading, false);
+    }
     if engine.info.read().is_none() || engine.loads.last().is_some_and(|load| load.read().is_none()) {
         return (Condition::Silent, false);
+    }
+    if engine.loads.is_empty() {
+        return (Condition::Unreported, false);
     }
     let mut since = None;
     let mut steps = None;

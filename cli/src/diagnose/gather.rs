@@ -10,10 +10,10 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
 use hyper::http::request::Builder;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use tandem_wire::BootId;
 use tandem_wire::phase;
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{self, GetInfoRequest, WatchLoadRequest};
+use tandem_wire::{BootId, Failure, Reason, Source};
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tonic::transport::Channel;
@@ -283,9 +283,13 @@ async fn engine(road: &Road, side: Side, endpoint: &str, origin: Origin, mut sto
         at_ms,
         found,
     };
+    let mut loading = false;
     let (info, client) = match timeout(READ, ask(road, endpoint)).await {
         Ok(Ok((info, client))) => (Found::Read(info), Some(client)),
-        Ok(Err(why)) => (Found::Failed(why), None),
+        Ok(Err(failure)) => {
+            loading = failure.reason == Reason::Loading;
+            (Found::Failed(failure.detail), None)
+        }
         Err(_) => (Found::Failed(format!("no answer within {} s", READ.as_secs())), None),
     };
     let info = reading("GetInfo", info);
@@ -305,6 +309,7 @@ async fn engine(road: &Road, side: Side, endpoint: &str, origin: Origin, mut sto
         side,
         endpoint: endpoint.to_owned(),
         info,
+        loading,
         loads,
     }
 }
@@ -322,10 +327,12 @@ pub async fn dial(road: &Road, endpoint: &str) -> Result<EngineClient<Channel>, 
     Ok(EngineClient::new(channel.map_err(refused)?))
 }
 
-async fn ask(road: &Road, endpoint: &str) -> Result<(Info, EngineClient<Channel>), String> {
-    let mut client = dial(road, endpoint).await?;
+async fn ask(road: &Road, endpoint: &str) -> Result<(Info, EngineClient<Channel>), Failure> {
+    let lost = |why| Failure::new(Reason::PeerLost, Source::Unspecified, why);
+    let mut client = dial(road, endpoint).await.map_err(lost)?;
     let info = client.get_info(GetInfoRequest {}).await;
-    Ok((told(&info.map_err(|status| status.to_string())?.into_inner()), client))
+    let info = info.map_err(|status| Failure::from_status(&status, Source::Unspecified))?;
+    Ok((told(&info.into_inner()), client))
 }
 
 fn told(info: &proto::EngineInfo) -> Info {

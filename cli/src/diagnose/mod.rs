@@ -9,6 +9,7 @@
 //! | [`facts`] | the record in the terms of the rules |
 //! | [`observation`] | what was seen, as numbered lines |
 //! | [`verdict`] | the rules; pure |
+//! | [`summary`] | how things stand, in sentences |
 //! | [`text`] | what people read |
 
 mod facts;
@@ -18,6 +19,7 @@ mod observation;
 mod planted;
 mod prober;
 mod record;
+mod summary;
 #[cfg(test)]
 mod table;
 mod target;

@@ -54,13 +54,20 @@ pub fn own_word(engine: &Engine, condition: Condition) -> String {
         .and_then(|load| load.failed())
         .or(engine.info.failed());
     if let Some(why) = failed {
-        return format!("{name} does not answer: {why}");
+        let how = if engine.loading {
+            "is loading"
+        } else {
+            "does not answer"
+        };
+        return format!("{name} {how}: {why}");
     }
     let Some(load) = engine.loads.iter().rev().find_map(|load| load.read()) else {
         return format!("{name} answers, and reports no load");
     };
     let steps = match condition {
-        Condition::Silent | Condition::Idle => format!("idle, last step {} ago", Seconds(load.last_step_age_ms)),
+        Condition::Silent | Condition::Loading | Condition::Unreported | Condition::Idle => {
+            format!("idle, last step {} ago", Seconds(load.last_step_age_ms))
+        }
         Condition::Steps { longest_ms } => format!("it steps, longest step {}", Seconds(longest_ms)),
         Condition::Late { still_ms } => format!("nothing computed for {}", Seconds(still_ms)),
     };
@@ -117,9 +124,10 @@ pub fn probes_line(probes: &[&Probe]) -> String {
         let slowest = probes.iter().max_by_key(|probe| passed(probe));
         let spent = slowest.map(|probe| mostly(&probe.outcome)).unwrap_or_default();
         return format!(
-            "{} passed, in {}{spent}",
+            "{} passed, in {}{spent}{}",
             count(times.len() as u64, what),
-            range(&times)
+            range(&times),
+            not_kept(probes)
         );
     }
     let which = if first.connection == Kept::Reused {
@@ -165,6 +173,15 @@ pub fn probes_line(probes: &[&Probe]) -> String {
             )
         }
         Outcome::NotMade { reason } => format!("{which}: not made: {reason}"),
+    }
+}
+
+/// What is to be said of connections that were meant to be kept alive and were not.
+fn not_kept(probes: &[&Probe]) -> String {
+    let anew = |probe: &&&Probe| probe.connection == Kept::Reused && probe.round > 1 && probe.reused == Some(false);
+    match probes.iter().filter(anew).count() {
+        0 => String::new(),
+        anew => format!(", of which {anew} had to come on a new connection: it was not kept alive"),
     }
 }
 

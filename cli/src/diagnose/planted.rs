@@ -1,43 +1,28 @@
 //! Records of known faults, each alone and amid the requests of others, with a client's vantage and without.
 
+use tandem_faults::rows::Row;
+use tandem_faults::rows::Row::*;
+
 use super::record::*;
 use super::verdict::Layer;
 
 pub const STUCK: u64 = 5_000;
 const HUNG: u64 = 15_000;
 
-/// What is planted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    ClientNotReading,
-    ProxyHolds,
-    ProxyExhausted,
-    ProxyCuts,
-    RouterBlocked,
-    PrefillSlow,
-    PrefillDead,
-    TransferStalled,
-    DecodeWedged,
-    DecodeOverloaded,
-    Idle,
+/// The layer that has to come out with `--via`.
+pub fn layer(row: Row) -> Option<Layer> {
+    let layers = [
+        Layer::ClientPath,
+        Layer::Router,
+        Layer::Prefill,
+        Layer::Transfer,
+        Layer::Decode,
+    ];
+    row.layer().map(|name| {
+        let named = |layer: &Layer| serde_json::json!(layer) == name;
+        layers.into_iter().find(named).expect("a layer of that name")
+    })
 }
-
-use Fault::*;
-
-/// Each with the layer that has to come out with `--via`.
-pub const TABLE: [(Fault, Option<Layer>); 11] = [
-    (ClientNotReading, Some(Layer::ClientPath)),
-    (ProxyHolds, Some(Layer::ClientPath)),
-    (ProxyExhausted, Some(Layer::ClientPath)),
-    (ProxyCuts, Some(Layer::ClientPath)),
-    (RouterBlocked, Some(Layer::Router)),
-    (PrefillSlow, Some(Layer::Prefill)),
-    (PrefillDead, Some(Layer::Prefill)),
-    (TransferStalled, Some(Layer::Transfer)),
-    (DecodeWedged, Some(Layer::Decode)),
-    (DecodeOverloaded, None),
-    (Idle, None),
-];
 
 fn reading<T>(place: &str, at_ms: u64, found: T) -> Reading<T> {
     Reading {
@@ -93,6 +78,16 @@ pub fn hangs(state: Option<&str>) -> Outcome {
     }
 }
 
+fn refused(status: Option<u16>, code: &str, source: &str) -> Outcome {
+    Outcome::Failed {
+        total_ms: 3,
+        status,
+        code: Some(code.to_owned()),
+        source: Some(source.to_owned()),
+        reason: "it does not serve".to_owned(),
+    }
+}
+
 fn probe(way: Way, connection: Kept, round: u32, outcome: Outcome) -> Probe {
     Probe {
         way,
@@ -136,12 +131,13 @@ fn engine(side: Side, load: Load) -> Engine {
     Engine {
         side,
         info: reading(&endpoint, 1, Info::default()),
+        loading: false,
         loads: vec![reading(&endpoint, 2, load.clone()), reading(&endpoint, 15_000, load)],
         endpoint,
     }
 }
 
-fn heard(side: Side) -> HeardEngine {
+fn hears(side: Side) -> HeardEngine {
     HeardEngine {
         side: side.name().to_owned(),
         endpoint: endpoint(side),
@@ -203,7 +199,7 @@ pub fn well(via: bool, others: bool) -> Record {
             "router",
             15_000,
             Heard {
-                engines: vec![heard(Side::Prefill), heard(Side::Decode)],
+                engines: vec![hears(Side::Prefill), hears(Side::Decode)],
             },
         )],
         engines: vec![engine(Side::Prefill, load()), engine(Side::Decode, decode)],
@@ -215,6 +211,14 @@ pub fn well(via: bool, others: bool) -> Record {
 pub fn clients(record: &mut Record) -> &mut Clients {
     match &mut record.clients[1].found {
         Found::Read(clients) => clients,
+        Found::Failed(_) => unreachable!(),
+    }
+}
+
+/// The router's word on its engines: prefill, decode.
+pub fn heard(record: &mut Record) -> &mut Vec<HeardEngine> {
+    match &mut record.heard[0].found {
+        Found::Read(heard) => &mut heard.engines,
         Found::Failed(_) => unreachable!(),
     }
 }
@@ -233,13 +237,13 @@ pub fn victim(record: &mut Record, connection: Connection) {
     clients.connections.push(connection);
 }
 
-pub fn planted(fault: Fault, via: bool, others: bool) -> Record {
+pub fn planted(fault: Row, via: bool, others: bool) -> Record {
     let mut record = well(via, others);
     plant(&mut record, fault);
     record
 }
 
-fn plant(record: &mut Record, fault: Fault) {
+fn plant(record: &mut Record, fault: Row) {
     match fault {
         Idle => {}
         ClientNotReading => {
@@ -268,6 +272,23 @@ fn plant(record: &mut Record, fault: Fault) {
             };
             all(record, Way::Via, &cut);
         }
+        TokenizerSlow => {
+            victim(record, request("text", 9_000));
+            all(record, Way::Via, &hangs(Some("text")));
+            all(record, Way::Router, &hangs(Some("text")));
+        }
+        DecodeLoading => {
+            let heard = &mut heard(record)[1];
+            heard.state = "down".to_owned();
+            heard.report_age_ms = None;
+            record.engines[1].info = failed("decode", 5);
+            record.engines[1].loading = true;
+            record.engines[1].loads.clear();
+            all(record, Way::Via, &refused(Some(503), "no_decode_engine", "router"));
+            all(record, Way::Router, &refused(Some(503), "no_decode_engine", "router"));
+            all(record, Way::Pair, &refused(None, "loading", "decode"));
+            all(record, Way::Decode, &refused(None, "loading", "decode"));
+        }
         RouterBlocked => {
             victim(record, request("accept", 9_000));
             all(record, Way::Via, &hangs(Some("accept")));
@@ -285,21 +306,12 @@ fn plant(record: &mut Record, fault: Fault) {
             prefill.inflight = vec![inflight("prefill", 1, 6_000, 200)];
         }
         PrefillDead => {
-            let Found::Read(heard) = &mut record.heard[0].found else {
-                unreachable!()
-            };
-            heard.engines[0].state = "down".to_owned();
-            heard.engines[0].report_age_ms = None;
+            let heard = &mut heard(record)[0];
+            heard.state = "down".to_owned();
+            heard.report_age_ms = None;
             record.engines[0].info = failed("prefill", 5);
             record.engines[0].loads.clear();
-            let refused = Outcome::Failed {
-                total_ms: 3,
-                status: None,
-                code: Some("peer_lost".to_owned()),
-                source: Some("prefill".to_owned()),
-                reason: "connection refused".to_owned(),
-            };
-            all(record, Way::Pair, &refused);
+            all(record, Way::Pair, &refused(None, "peer_lost", "prefill"));
         }
         TransferStalled => {
             victim(record, request("transfer", 8_000));

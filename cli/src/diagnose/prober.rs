@@ -243,7 +243,7 @@ impl Prober<'_> {
         }
         match failed {
             Some(data) => Err(End::Failed(Failed {
-                status: None,
+                status: Some(answer.status.as_u16()),
                 code: field(data.as_bytes(), "code"),
                 source: field(data.as_bytes(), "source"),
                 reason: said(data.as_bytes()),
@@ -313,10 +313,11 @@ struct Failed {
 impl From<HttpError> for End {
     fn from(error: HttpError) -> Self {
         match error {
-            HttpError::Tls(_) => Self::NotMade(error.to_string()),
+            // what was asked there was no router
+            HttpError::Tls(_) | HttpError::TooLarge(_) => Self::NotMade(error.to_string()),
             // the head of an answer did not come
             HttpError::Broken(_) => Self::Cut,
-            HttpError::Connect(_) | HttpError::TooLarge(_) => Self::Failed(Failed {
+            HttpError::Connect(_) => Self::Failed(Failed {
                 status: None,
                 code: None,
                 source: None,
@@ -414,7 +415,10 @@ async fn generate(
                 failure.source = Source::Prefill;
                 failure
             })?;
-            let info = client.get_info(GetInfoRequest {}).await.map_err(broke)?.into_inner();
+            let info = client.get_info(GetInfoRequest {}).await;
+            let info = info
+                .map_err(|status| Failure::from_status(&status, Source::Prefill))?
+                .into_inner();
             Some(Peer {
                 endpoint: endpoint.to_owned(),
                 boot_id: info.boot_id,

@@ -175,6 +175,9 @@ pub struct Engine {
     /// Its control port.
     pub endpoint: String,
     pub info: Reading<Info>,
+    /// It answered that its model is not there yet: its words are why `info` could not be read.
+    #[serde(default)]
+    pub loading: bool,
     /// Its load, again and again until the end of the record; the last look at it may have failed.
     pub loads: Vec<Reading<Load>>,
 }

@@ -3,11 +3,14 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
+use serde_json::json;
+use tandem_faults::rows::Row;
+use tandem_faults::rows::Row::*;
 
 use super::code;
-use super::planted::Fault::*;
+use super::observation::Observation;
 use super::planted::{
-    STUCK, TABLE, all, clients, failed, hangs, inflight, last_load, passes, planted, request, victim, well,
+    STUCK, all, clients, failed, hangs, heard, inflight, last_load, layer, passes, planted, request, victim, well,
 };
 use super::record::*;
 use super::verdict::{Finding, Layer, Standing, Verdict, verdict};
@@ -18,32 +21,31 @@ fn suspects(verdict: &Verdict) -> Vec<Layer> {
 
 #[test]
 fn a_planted_fault_is_blamed_on_another_layer_or_on_none() {
-    for (fault, layer) in TABLE {
+    for fault in Row::ALL {
         for others in [false, true] {
             let verdict = verdict(&planted(fault, true, others));
-            let expected: Vec<Layer> = layer.into_iter().collect();
+            let expected: Vec<Layer> = layer(fault).into_iter().collect();
             assert_eq!(
                 suspects(&verdict),
                 expected,
                 "{fault:?}, others: {others}: {verdict:#?}"
             );
-            let finding = if layer.is_some() {
-                Finding::Fault
-            } else {
-                Finding::NoFault
-            };
-            assert_eq!(verdict.finding, finding, "{fault:?}, others: {others}: {verdict:#?}");
+            assert_eq!(
+                json!(verdict.finding),
+                fault.finding(),
+                "{fault:?}, others: {others}: {verdict:#?}"
+            );
         }
     }
 }
 
 #[test]
 fn without_a_clients_vantage_a_wrong_layer_is_named() {
-    for (fault, layer) in TABLE {
+    for fault in Row::ALL {
         for others in [false, true] {
             let verdict = verdict(&planted(fault, false, others));
             // what only a client can see is not seen
-            let seen = layer.filter(|_| !matches!(fault, ProxyHolds | ProxyExhausted | ProxyCuts));
+            let seen = layer(fault).filter(|_| !matches!(fault, ProxyHolds | ProxyExhausted | ProxyCuts));
             let expected: Vec<Layer> = seen.into_iter().collect();
             assert_eq!(
                 suspects(&verdict),
@@ -79,14 +81,14 @@ fn without_a_clients_vantage_a_wrong_layer_is_named() {
 /// Engines that do not say what their requests wait for yet.
 #[test]
 fn an_older_engine_hides_a_fault_or_makes_one_up() {
-    for (fault, layer) in TABLE {
+    for fault in Row::ALL {
         let mut record = planted(fault, true, true);
         for load in record.engines.iter_mut().flat_map(|engine| &mut engine.loads) {
             if let Found::Read(load) = &mut load.found {
                 load.inflight.clear();
             }
         }
-        let expected: Vec<Layer> = layer.into_iter().collect();
+        let expected: Vec<Layer> = layer(fault).into_iter().collect();
         assert_eq!(suspects(&verdict(&record)), expected, "{fault:?}");
     }
 }
@@ -94,14 +96,17 @@ fn an_older_engine_hides_a_fault_or_makes_one_up() {
 /// Only what can be looked at without sending anything.
 #[test]
 fn without_probes_more_is_claimed_than_was_measured() {
-    for (fault, layer) in TABLE {
+    for fault in Row::ALL {
         let mut record = planted(fault, false, false);
         record.probes.clear();
         let verdict = verdict(&record);
         for suspect in suspects(&verdict) {
-            assert_eq!(Some(suspect), layer, "{fault:?}: {verdict:#?}");
+            assert_eq!(Some(suspect), layer(fault), "{fault:?}: {verdict:#?}");
         }
-        let told = matches!(fault, ClientNotReading | PrefillDead | TransferStalled | DecodeWedged);
+        let told = matches!(
+            fault,
+            ClientNotReading | TokenizerSlow | PrefillDead | TransferStalled | DecodeWedged
+        );
         let finding = if told { Finding::Fault } else { Finding::Undecided };
         assert_eq!(verdict.finding, finding, "{fault:?}: {verdict:#?}");
         assert!(told || verdict.decide().next().is_some(), "{fault:?}");
@@ -217,10 +222,7 @@ fn a_decode_whose_steps_are_short_is_blamed_for_a_slow_probe() {
 #[test]
 fn a_router_that_does_not_hear_an_engine_is_well() {
     let mut record = well(true, false);
-    let Found::Read(heard) = &mut record.heard[0].found else {
-        unreachable!()
-    };
-    heard.engines[1].report_age_ms = Some(9_000);
+    heard(&mut record)[1].report_age_ms = Some(9_000);
     assert_eq!(suspects(&verdict(&record)), [Layer::Router]);
 }
 
@@ -239,14 +241,155 @@ fn requests_that_an_order_holds_back_are_taken_for_a_fault() {
     );
 }
 
+/// Whether the observations of `layer` leave it in `standing`.
+fn stands(record: &Record, layer: Layer, standing: Standing) {
+    let found = verdict(record);
+    let opinion = found.layers.iter().find(|opinion| opinion.layer == layer);
+    assert_eq!(opinion.map(|opinion| opinion.standing), Some(standing), "{found:#?}");
+}
+
+#[test]
+fn a_way_past_the_proxy_that_nobody_took_is_said_to_pass() {
+    let mut record = well(true, false);
+    record.probes.retain(|probe| probe.way == Way::Via);
+    all(&mut record, Way::Via, &hangs(Some(ANSWERED)));
+    let found = verdict(&record);
+    assert_eq!(suspects(&found), [Layer::ClientPath]);
+    let reason = &found.layers[0].reasons[0].text;
+    assert_eq!(reason, "the router has written a whole answer that did not come");
+}
+
+#[test]
+fn a_proxy_that_keeps_no_connection_is_said_to_pass_probes_on_reused_ones() {
+    let mut record = well(true, false);
+    for probe in record.probes.iter_mut().filter(|probe| probe.way == Way::Via) {
+        probe.reused = probe.reused.map(|_| false);
+    }
+    let found = verdict(&record);
+    assert_eq!(found.layers[0].reasons[0].text, "probes pass on fresh connections");
+    let told = |observation: &Observation| observation.text.contains("of which 5 had to come on a new connection");
+    assert!(found.observations.iter().any(told), "{found:#?}");
+}
+
+#[test]
+fn engines_that_nobody_looked_at_are_taken_to_be_well() {
+    for (fault, layer) in [(RouterBlocked, Layer::Router), (TransferStalled, Layer::Transfer)] {
+        let mut record = planted(fault, false, false);
+        record
+            .probes
+            .retain(|probe| matches!(probe.way, Way::Decode | Way::Pair));
+        if fault == TransferStalled {
+            record.probes.clear();
+        }
+        assert_eq!(suspects(&verdict(&record)), [layer], "{fault:?}");
+        heard(&mut record).push(HeardEngine {
+            side: "decode".to_owned(),
+            endpoint: "10.0.0.9:7101".to_owned(),
+            state: "up".to_owned(),
+            ..HeardEngine::default()
+        });
+        assert_eq!(suspects(&verdict(&record)), [], "{fault:?}");
+    }
+}
+
+#[test]
+fn a_router_is_blamed_for_what_another_one_does_not_take() {
+    let mut record = well(true, false);
+    last_load(&mut record, Side::Decode)
+        .inflight
+        .push(inflight("client", 1, 8_000, 8_000));
+    stands(&record, Layer::Router, Standing::Unclear);
+    heard(&mut record)[1].in_flight = 1;
+    stands(&record, Layer::Router, Standing::Suspected);
+}
+
+#[test]
+fn a_router_that_only_its_clients_can_reach_is_blamed() {
+    let mut record = well(true, false);
+    let gone = Outcome::Failed {
+        total_ms: 1,
+        status: None,
+        code: None,
+        source: None,
+        reason: "connection refused".to_owned(),
+    };
+    all(&mut record, Way::Router, &gone);
+    stands(&record, Layer::Router, Standing::Unclear);
+    all(&mut record, Way::Via, &gone);
+    stands(&record, Layer::Router, Standing::Suspected);
+}
+
+#[test]
+fn an_engine_that_says_nothing_of_its_load_is_idle() {
+    let mut record = well(true, false);
+    victim(&mut record, request("decode", 9_000));
+    stands(&record, Layer::Router, Standing::Suspected);
+    for engine in &mut record.engines {
+        engine.loads.clear();
+    }
+    stands(&record, Layer::Router, Standing::Excluded);
+}
+
+#[test]
+fn probes_whose_prompt_decode_read_by_itself_went_through_prefill() {
+    for (moved, standing) in [(0.0, Standing::NotMeasured), (3.0, Standing::Excluded)] {
+        let mut record = well(true, false);
+        record.probes.retain(|probe| probe.way != Way::Pair);
+        let passed = passes(350, &[("decode", 290.0), ("transfer", moved)]);
+        for way in [Way::Via, Way::Router] {
+            all(&mut record, way, &passed);
+        }
+        stands(&record, Layer::Prefill, standing);
+        stands(&record, Layer::Transfer, standing);
+        stands(&record, Layer::Decode, Standing::Excluded);
+    }
+}
+
+#[test]
+fn an_engine_that_drains_is_blamed_for_taking_nothing() {
+    for source in ["decode", "prefill"] {
+        let mut record = well(true, false);
+        let drains = Outcome::Failed {
+            total_ms: 1,
+            status: None,
+            code: Some("draining".to_owned()),
+            source: Some(source.to_owned()),
+            reason: "it drains".to_owned(),
+        };
+        all(&mut record, Way::Pair, &drains);
+        if source == "decode" {
+            all(&mut record, Way::Decode, &drains);
+        }
+        let found = verdict(&record);
+        assert_eq!(
+            (suspects(&found), found.finding),
+            (vec![], Finding::Undecided),
+            "{found:#?}"
+        );
+    }
+}
+
+#[test]
+fn requests_that_were_not_looked_at_are_said_to_progress() {
+    let mut record = well(false, true);
+    clients(&mut record).in_flight = 9;
+    let told = "9 requests in flight, of 8 that are named, all progressing (oldest step 0.1 s)";
+    assert_eq!(verdict(&record).summary[0], told);
+    for connection in &mut clients(&mut record).connections {
+        connection.requests[0].state = "held".to_owned();
+    }
+    clients(&mut record).in_flight = 8;
+    assert_eq!(verdict(&record).summary[0], "8 requests in flight");
+}
+
 /// Some of a record, right or wrong.
 fn records() -> impl Strategy<Value = Record> {
-    let at = 0..TABLE.len();
+    let at = prop::sample::select(Row::ALL.to_vec());
     let age = prop_oneof![Just(0), Just(STUCK), Just(u64::MAX), 0..20_000_u64];
     (at.clone(), at, any::<bool>(), any::<[bool; 8]>(), age).prop_map(|(one, other, via, kept, age)| {
-        let mut record = planted(TABLE[one].0, via, kept[0]);
+        let mut record = planted(one, via, kept[0]);
         // two faults at a time, each in a part of the record
-        let second = planted(TABLE[other].0, via, kept[0]);
+        let second = planted(other, via, kept[0]);
         if kept[1] {
             record.probes = second.probes;
         }
@@ -320,7 +463,7 @@ proptest! {
     }
 
     #[test]
-    fn a_recordthat_was_kept_is_judged_anew(record in records()) {
+    fn a_record_that_was_kept_is_judged_anew(record in records()) {
         let kept: Record = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         prop_assert_eq!(&kept, &record);
         prop_assert_eq!(verdict(&kept), verdict(&record));

@@ -12,8 +12,9 @@
 use serde::Serialize;
 
 use super::facts::{Condition, EngineFacts, Facts, Probed, passed, spent_most};
-use super::observation::{Note, Notes, Observation, Seconds, count};
+use super::observation::{Note, Notes, Observation, Seconds};
 use super::record::{ANSWERED, Outcome, Probe, Record, Side, Way};
+use super::summary::summary;
 
 /// A part of the way of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -258,8 +259,10 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
                 by,
                 "run it again",
             );
-        } else if router.fares_better_than(probe) || answered(probe) {
+        } else if router.fares_better_than(probe) {
             case.points("the way through fails, the way past it does not", by);
+        } else if answered(probe) {
+            case.points("the router has written a whole answer that did not come", vec![*note]);
         } else if !router.measured() {
             case.unclear(
                 "the way through fails, and the way past it was not measured",
@@ -271,7 +274,7 @@ fn client_path(facts: &Facts<'_>) -> Opinion {
         }
     }
     if via.fine() {
-        case.excludes(via.well("on fresh and on reused connections"), via.notes.clone());
+        case.excludes(via.well_on_connections(), via.notes.clone());
     }
     if facts.via.is_none() {
         case.decide
@@ -294,15 +297,16 @@ fn router(facts: &Facts<'_>) -> Opinion {
     if let Some(by) = facts.stuck_in(&["queue", "accept"])
         && engines_are_free(facts)
     {
-        if direct.fine() {
+        if direct.fine() && !facts.strangers {
             let text = "requests are with no engine, and the engines take others";
             case.points(text, with_direct(by));
-        } else if !direct.measured() {
+        } else if direct.fine() || !direct.measured() {
             case.unclear("requests are with no engine", by, ENGINES);
         }
     }
     if let Some(by) = facts.stuck_in(&["prefill_queue", "prefill", "transfer", "decode"])
         && !facts.engines.is_empty()
+        && !facts.strangers
         && facts.engines.iter().all(|engine| engine.condition == Condition::Idle)
         && direct.fine()
     {
@@ -311,23 +315,40 @@ fn router(facts: &Facts<'_>) -> Opinion {
         case.points("requests wait for engines that have nothing to do", by);
     }
     for engine in &facts.engines {
-        let answers = engine.condition != Condition::Silent;
-        if answers && engine.heard.is_some() && !engine.heard_well(facts.stuck_ms) && direct.fine() {
+        let serves = !matches!(engine.condition, Condition::Silent | Condition::Loading);
+        if let Some(heard) = engine.heard
+            && serves
+            && !engine.heard_well(facts.stuck_ms)
+            && direct.fine()
+        {
             let (side, endpoint) = (engine.side.name(), engine.endpoint);
             let by = with_direct(engine.notes.clone());
-            case.points(format!("it does not hear {side} {endpoint}, which answers"), by);
+            let how = if heard.state == "down" { "use" } else { "hear" };
+            case.points(format!("it does not {how} {side} {endpoint}, which answers"), by);
         }
     }
     if facts.blocked.is_empty()
         && facts.stuck_in(&["client"]).is_none()
         && let Some(by) = facts.still_in("client")
     {
-        let text = "it does not take what engines have for it, and no client holds it up";
-        case.points(text, by);
+        if facts.only_ours_in("client") {
+            let text = "it does not take what engines have for it, and no client holds it up";
+            case.points(text, by);
+        } else {
+            let text =
+                "somebody does not take what engines have for them, and this router is not the only one who asks there";
+            case.unclear(text, by, "look at each router");
+        }
     }
     for (probe, note) in &probed.bad {
         let by = with_direct(vec![*note]);
-        if unreachable(probe) {
+        if unreachable(probe) && facts.way(Way::Via).fine() {
+            case.unclear(
+                "nobody answers at its address here, and the way through --via passes",
+                [vec![*note], facts.way(Way::Via).notes].concat(),
+                "look from where its clients connect",
+            );
+        } else if unreachable(probe) {
             case.points("nobody answers at its address", vec![*note]);
         } else if direct.fares_better_than(probe) {
             case.points("the way through it fails, the way past it does not", by);
@@ -342,7 +363,7 @@ fn router(facts: &Facts<'_>) -> Opinion {
         }
     }
     if probed.fine() {
-        case.excludes(probed.well("on fresh and on reused connections"), probed.notes.clone());
+        case.excludes(probed.well_on_connections(), probed.notes.clone());
     } else if !probed.measured() {
         case.decide
             .push("let probes be made to the router: give its URL with --router".to_owned());
@@ -357,6 +378,10 @@ fn router(facts: &Facts<'_>) -> Opinion {
     case.close()
 }
 
+/// What would decide about an engine that does not serve yet.
+const LOADED: &str = "look again when it has loaded its model";
+/// What would decide about one that takes nothing new.
+const DRAINED: &str = "look again when it takes requests again";
 /// What would decide between the router and what lies behind it.
 const ENGINES: &str = "give the engines' control ports with --prefill and --decode";
 
@@ -379,7 +404,11 @@ fn transfer(facts: &Facts<'_>) -> Opinion {
     let mut case = Case::of(Layer::Transfer);
     // by the router's account, and by the engines' own
     let still = [facts.stuck_in(&["transfer"]), facts.still_in("transfer")];
-    for by in still.into_iter().flatten().filter(|_| engines_are_well(facts)) {
+    for by in still
+        .into_iter()
+        .flatten()
+        .filter(|_| engines_are_well(facts) && !facts.strangers)
+    {
         case.points("KV does not arrive, and the engines are well", by);
     }
     both_legs(
@@ -399,12 +428,17 @@ fn decode(facts: &Facts<'_>) -> Opinion {
     for (probe, note) in facts.way(Way::Decode).bad {
         let mut asked = facts.side(Side::Decode).filter(|engine| engine.endpoint == probe.place);
         match asked.next() {
-            Some(engine) if engine.condition == Condition::Silent => {}
+            // it has said itself what is wrong with it
+            Some(engine) if matches!(engine.condition, Condition::Silent | Condition::Loading) => {}
             Some(engine) if passed(probe).is_some() && engine.condition.steps_well(facts.stuck_ms) => case.unclear(
                 "a probe of decode alone is slow, and each of its steps is not",
                 [vec![note], engine.notes.clone()].concat(),
                 "run it again, and look for what else its machine does",
             ),
+            _ if refuses(probe) => case.unclear("it drains, and takes no probe of decode alone", vec![note], DRAINED),
+            _ if matches!(probe.outcome, Outcome::Failed { .. } | Outcome::Cut { .. }) => {
+                case.points("a probe of decode alone fails", vec![note]);
+            }
             _ => case.points("a probe of decode alone does not pass in time", vec![note]),
         }
     }
@@ -425,6 +459,7 @@ fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
                 );
             }
             Condition::Silent => case.points(format!("{name} does not answer"), by),
+            Condition::Loading => case.unclear(format!("{name} is loading its model"), by, LOADED),
             Condition::Late { still_ms } => {
                 let still = Seconds(still_ms);
                 case.points(
@@ -432,14 +467,20 @@ fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
                     by,
                 );
             }
-            Condition::Idle | Condition::Steps { .. } => {}
+            Condition::Unreported | Condition::Idle | Condition::Steps { .. } => {}
         }
     }
 }
 
 /// The first way that was measured excludes a layer by which it goes, if nothing is wrong with it.
 fn exclude_by(facts: &Facts<'_>, ways: &[Way], case: &mut Case) {
-    match ways.iter().map(|way| facts.way(*way)).find(Probed::measured) {
+    let by_kv = matches!(case.layer, Layer::Prefill | Layer::Transfer);
+    // whoever asks the router leaves it to decode whether it reads the prompt by itself
+    let goes = |(way, probed): &(Way, Probed<'_>)| {
+        probed.measured() && (*way == Way::Pair || !by_kv || !probed.fine() || probed.moved_kv)
+    };
+    let ways = ways.iter().map(|way| (*way, facts.way(*way)));
+    match ways.into_iter().find(goes).map(|(_, probed)| probed) {
         Some(probed) if probed.fine() => case.excludes(probed.well("through it"), probed.notes),
         Some(probed) => case.hidden(probed.notes),
         None => case.decide.push(format!("no probe went through {}", case.layer.name())),
@@ -450,7 +491,12 @@ fn exclude_by(facts: &Facts<'_>, ways: &[Way], case: &mut Case) {
 /// where they did not get through.
 fn both_legs(facts: &Facts<'_>, layer: &str, text: &str, case: &mut Case) {
     let alone = facts.way(Way::Decode);
-    let known = |engine: &EngineFacts<'_>| matches!(engine.condition, Condition::Silent | Condition::Late { .. });
+    let known = |engine: &EngineFacts<'_>| {
+        matches!(
+            engine.condition,
+            Condition::Silent | Condition::Loading | Condition::Late { .. }
+        )
+    };
     // an engine that says itself what is wrong with it needs no probe
     if !alone.fine() || facts.engines.iter().any(known) {
         return;
@@ -461,6 +507,9 @@ fn both_legs(facts: &Facts<'_>, layer: &str, text: &str, case: &mut Case) {
         }
         let by = [vec![note], alone.notes.clone()].concat();
         match at(&probe.outcome) {
+            Some(at) if at == layer && refuses(probe) => {
+                case.unclear("it drains, and takes no probe of both legs", by, DRAINED)
+            }
             Some(at) if at == layer => case.points(text, by),
             Some(_) => {}
             None => case.unclear(
@@ -509,6 +558,11 @@ fn answered(probe: &Probe) -> bool {
     matches!(&probe.outcome, Outcome::Hung { state: Some(state), .. } if state == ANSWERED)
 }
 
+/// An engine takes nothing new, as it was told.
+fn refuses(probe: &Probe) -> bool {
+    matches!(&probe.outcome, Outcome::Failed { code: Some(code), .. } if code == "draining")
+}
+
 /// The failure was told by Tandem.
 fn by_tandem(probe: &Probe) -> bool {
     matches!(&probe.outcome, Outcome::Failed { code: Some(_), .. })
@@ -524,52 +578,4 @@ fn unreachable(probe: &Probe) -> bool {
             ..
         }
     )
-}
-
-/// How things stand, whatever the finding is.
-fn summary(facts: &Facts<'_>, client_path: &Opinion) -> Vec<String> {
-    let mut lines = Vec::new();
-    let Some((clients, _)) = facts.clients else {
-        return lines;
-    };
-    let answered = match clients.last_answer_written_ms {
-        Some(ms) => format!("last answer fully written {} ago", Seconds(ms)),
-        None => "no answer written yet".to_owned(),
-    };
-    if clients.in_flight == 0 {
-        lines.push(format!("nothing in flight inside Tandem, {answered}"));
-    } else {
-        let moving = facts.waits.iter().filter(|wait| wait.state != "held");
-        let steps: Vec<u64> = moving.map(|wait| facts.step_ms(wait)).collect();
-        let still = steps.iter().filter(|ms| **ms >= facts.stuck_ms).count() as u64;
-        let oldest = Seconds(steps.into_iter().max().unwrap_or(0));
-        let moving = if still == 0 {
-            format!("all progressing (oldest step {oldest})")
-        } else {
-            format!("{still} of them without a step (oldest step {oldest})")
-        };
-        lines.push(format!("{} in flight, {moving}", count(clients.in_flight, "request")));
-        for engine in facts.engines.iter().filter(|engine| engine.busy) {
-            lines.push(format!(
-                "{} {} is full and steps: others wait for their turn",
-                engine.side.name(),
-                engine.endpoint
-            ));
-        }
-        lines.push(answered);
-    }
-    let held = facts.waits.iter().filter(|wait| wait.state == "held").count() as u64;
-    if held > 0 {
-        lines.push(format!("{} held back by the order on traffic", count(held, "request")));
-    }
-    if clients.lately.client_gone > 0 {
-        let gone = count(clients.lately.client_gone, "client connection");
-        lines.push(format!("{gone} closed before their answer ended"));
-    }
-    if client_path.standing == Standing::NotMeasured
-        && let Some(last) = lines.last_mut()
-    {
-        last.push_str(", client side not measured");
-    }
-    lines
 }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::rows::Row;
+use tandem_faults::rows::Row;
 
 /// Lines of the example of `row`.
 fn example(row: Row) -> Vec<String> {

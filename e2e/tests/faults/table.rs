@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tandem_e2e::bin;
 use tandem_e2e::stack::MODEL;
+use tandem_faults::rows::Row;
 use tokio::process::Command;
 
 use crate::examples;
 use crate::rig::{Front, KEY, MARK, Rig, TOKEN, list};
-use crate::rows::{Planted, Row, STUCK};
+use crate::rows::{Planted, STUCK, clear, is_outside, plant};
 
 /// Probes that take so long hang.
 const HANGS: Duration = Duration::from_secs(13);
@@ -55,7 +56,12 @@ impl Said {
         let says = |wanted: fn(&str) -> bool| self.summary.iter().any(|line| wanted(line));
         let missing = |what: &str| Some(format!("does not say {what:?}"));
         match self.row {
-            Row::Idle if via && self.finding != "no_fault" => Some(format!("finds {}", self.finding)),
+            _ if via && self.finding != self.row.finding() => Some(format!("finds {}", self.finding)),
+            Row::DecodeLoading
+                if !says(|line| line.ends_with("is loading its model") || line.contains("is loading its model, ")) =>
+            {
+                missing("that decode is loading")
+            }
             Row::DecodeOverloaded if !says(|line| line.contains("is full and steps")) => {
                 missing("that decode is full and steps")
             }
@@ -265,12 +271,12 @@ async fn column(loaded: bool) -> Vec<Said> {
         let load = if loaded { front.load() } else { Vec::new() };
         // all of them get on
         front.stuck("decode", load.len(), Duration::ZERO).await;
-        let planted = row.plant(&mut rig, &front).await;
+        let planted = plant(row, &mut rig, &front).await;
         let from = |vantage| diagnose(&rig, &front, &planted, (row, loaded, vantage));
         let inside = from(Vantage::Inside);
         let outside = async { tokio::join!(from(Vantage::Via), from(Vantage::Captured)) };
         // probes through a proxy end as its clients do: nobody may see them who looks from inside
-        let (inside, (via, captured)) = if row.is_outside() {
+        let (inside, (via, captured)) = if is_outside(row) {
             (inside.await, outside.await)
         } else {
             tokio::join!(inside, outside)
@@ -279,7 +285,7 @@ async fn column(loaded: bool) -> Vec<Said> {
             println!("{}", said.line());
             all.push(said);
         }
-        row.clear(&mut rig, &front).await;
+        clear(row, &mut rig, &front).await;
         drop((planted, load));
         rig.settled(front).await;
     }
