@@ -75,12 +75,25 @@ impl Rig {
             levels: [Levels::ANY; 2],
         };
         let front = rig.front().await;
+        let with_router = rig.levels_now().await;
         rig.settled(front).await;
-        rig.levels = [
-            Levels::of_engine(&rig.prefill).await,
-            Levels::of_engine(&rig.decode).await,
-        ];
+        eventually("the router's connections are gone", SETTLE, async || {
+            let now = rig.levels_now().await;
+            let gone = |(now, with): (&Levels, &Levels)| now.tasks < with.tasks && now.fds < with.fds;
+            let gone = now.iter().zip(&with_router).all(gone);
+            if gone { Ok(()) } else { Err(format!("{now:?}")) }
+        })
+        .await;
+        rig.levels = rig.levels_now().await;
         rig
+    }
+
+    /// Of prefill and decode.
+    async fn levels_now(&self) -> [Levels; 2] {
+        [
+            Levels::of_engine(&self.prefill).await,
+            Levels::of_engine(&self.decode).await,
+        ]
     }
 
     pub fn token(&self) -> PathBuf {
