@@ -146,6 +146,10 @@ async fn a_metric_that_the_documents_name_is_shown_by_nobody() {
             told += 1;
             // a counter's samples end in it
             let family = name.strip_suffix("_total").unwrap_or(name);
+            // by a router alone that searches for its engines
+            if family.starts_with("tandem_router_discovery_") {
+                continue;
+            }
             assert!(
                 shown.contains(family),
                 "{} names {name}, which is not among {shown:?}",

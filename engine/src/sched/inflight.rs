@@ -205,10 +205,12 @@ mod tests {
         let stuck = inflight.enter(Phase::Transfer);
         let moving = inflight.enter(Phase::Transfer);
         let begun = Instant::now();
+        let mut touched = begun;
         while begun.elapsed() < Duration::from_millis(20) {
+            // before, or an interruption between the two makes it younger than what it is compared with
+            touched = Instant::now();
             moving.touch();
         }
-        let touched = Instant::now();
         let [.., transfer, _, _] = inflight.levels();
         assert_eq!((transfer.phase, transfer.count), (Phase::Transfer, 2));
         assert!(transfer.still >= Duration::from_millis(20) && transfer.oldest >= transfer.still);

@@ -177,14 +177,7 @@ async fn each_level_turns_under_load_and_is_zero_after_it() {
     two.stand(&[(Phase::Prefill, 1)]).await;
     let other = two.open(2).await;
     two.stand(&[(Phase::Queued, 1), (Phase::Prefill, 1)]).await;
-    let at_prefill = [
-        "running",
-        "waiting",
-        "waiting_tokens",
-        "transferring",
-        "held",
-        "prefill",
-    ];
+    let at_prefill = ["running", "waiting", "waiting_tokens", "held", "prefill"];
     raised(&two.prefill, &at_prefill).await;
     raised(&two.decode, &["running", "transferring", "held", "decode"]).await;
     two.let_up_to(Phase::Transfer);
