@@ -105,6 +105,26 @@ fn a_way_is_said_to_be_well_or_ill_that_was_not_measured_so() {
 }
 
 #[test]
+fn which_hand_offs_failed_is_not_said() {
+    for (handoffs, said) in [
+        (
+            handoffs(99, 3, 64, 9),
+            "the last 3 hand-offs failed; since it started 99 finished and 9 failed (stalled 9)",
+        ),
+        (
+            handoffs(99, 0, 64, 7),
+            "7 of the last 64 hand-offs failed; since it started 99 finished and 7 failed",
+        ),
+    ] {
+        let health = health::transfer(&world(None, Some(handoffs), None), Some(&running()));
+        let Health::Ill(_, message) = health else {
+            panic!("{health:?}")
+        };
+        assert!(message.contains(said), "{message}");
+    }
+}
+
+#[test]
 fn where_nobody_can_hand_over_all_is_well() {
     let running = running();
     let well = || world(None, Some(handoffs(9, 0, 9, 0)), None);

@@ -1,6 +1,7 @@
 //! The planner in a simulated world: stories first, then invariants as properties.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
+mod conditions;
 mod health;
 mod invariants;
 mod page;
