@@ -6,7 +6,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tandem_telemetry::initialise;
@@ -15,15 +15,7 @@ use tandem_wire::phase;
 use tandem_wire::reason::meaning;
 
 use super::inflight::Level;
-use super::load::LoadSnapshot;
 use super::shared::Shared;
-use crate::kv::PageStats;
-
-/// `state`: free, cached or held.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct StateLabel {
-    state: &'static str,
-}
 
 /// `kind`: generate or prefill for requests, prompt or decode for tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -40,12 +32,6 @@ pub struct ReasonLabel {
 /// The scheduler's metrics; clones count the same.
 #[derive(Debug, Clone)]
 pub struct SchedMetrics {
-    running: Gauge,
-    max_running: Gauge,
-    waiting: Gauge,
-    transferring: Gauge,
-    waiting_tokens: Gauge,
-    pages: Family<StateLabel, Gauge>,
     pub(super) passes: Counter,
     pub(super) steps: Counter,
     pub(super) step_seconds: Histogram,
@@ -62,12 +48,6 @@ pub struct SchedMetrics {
 impl Default for SchedMetrics {
     fn default() -> Self {
         let metrics = Self {
-            running: Gauge::default(),
-            max_running: Gauge::default(),
-            waiting: Gauge::default(),
-            transferring: Gauge::default(),
-            waiting_tokens: Gauge::default(),
-            pages: Family::default(),
             passes: Counter::default(),
             steps: Counter::default(),
             // 1 ms to 32 s
@@ -81,10 +61,6 @@ impl Default for SchedMetrics {
             recomputed: Counter::default(),
             failures: Family::default(),
         };
-        initialise(
-            &metrics.pages,
-            ["free", "cached", "held"].map(|state| StateLabel { state }),
-        );
         initialise(&metrics.tokens, ["prompt", "decode"].map(|kind| KindLabel { kind }));
         initialise(
             &metrics.requests,
@@ -104,16 +80,6 @@ impl Default for SchedMetrics {
 
 impl SchedMetrics {
     pub(super) fn register(&self, registry: &mut Registry) {
-        registry.register("running", "Sequences that hold a place", self.running.clone());
-        registry.register("max_running", "Places", self.max_running.clone());
-        registry.register("waiting", "Prefills that wait for a place", self.waiting.clone());
-        registry.register("transferring", "KV hand-offs under way", self.transferring.clone());
-        registry.register(
-            "waiting_tokens",
-            "Prompt tokens not yet computed",
-            self.waiting_tokens.clone(),
-        );
-        registry.register("pages", "KV pages by state", self.pages.clone());
         registry.register(
             "scheduler_passes",
             "Looks of the scheduler at its work, those that found a step included",
@@ -137,17 +103,6 @@ impl SchedMetrics {
             self.recomputed.clone(),
         );
         registry.register("failures", "Requests refused or failed", self.failures.clone());
-    }
-
-    pub(super) fn load(&self, load: &LoadSnapshot, pages: PageStats) {
-        self.running.set(load.running.into());
-        self.max_running.set(load.max_running.into());
-        self.waiting.set(load.waiting.into());
-        self.transferring.set(load.transferring.into());
-        self.waiting_tokens.set(load.waiting_tokens as i64);
-        for (state, n) in [("free", pages.free), ("cached", pages.cached), ("held", pages.held)] {
-            self.pages.get_or_create(&StateLabel { state }).set(n.into());
-        }
     }
 
     pub(super) fn tokens(&self, prompt: u64, decode: u64) {
@@ -181,12 +136,28 @@ impl SchedMetrics {
     }
 }
 
-/// How the requests stand and how old the last step and the last progress are, as of when it is read: no thread has to move for it.
+/// The levels, and how old the last step and the last progress are, as of when it is read: no thread has to move for it.
 #[derive(Debug)]
 pub(super) struct Standing(pub(super) Arc<Shared>);
 
 impl Collector for Standing {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let (load, pages) = self.0.levels();
+        for (name, help, level) in [
+            ("running", "Sequences that hold a place", u64::from(load.running)),
+            ("max_running", "Places", load.max_running.into()),
+            ("waiting", "Prefills that wait for a place", load.waiting.into()),
+            ("transferring", "KV hand-offs under way", load.transferring.into()),
+            ("waiting_tokens", "Prompt tokens not yet computed", load.waiting_tokens),
+        ] {
+            let gauge = ConstGauge::new(level as i64);
+            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
+        }
+        let kind = ConstGauge::new(0_i64).metric_type();
+        let mut family = encoder.encode_descriptor("pages", "KV pages by state", None, kind)?;
+        for (state, count) in [("free", pages.free), ("cached", pages.cached), ("held", pages.held)] {
+            ConstGauge::new(i64::from(count)).encode(family.encode_family(&[("state", state)])?)?;
+        }
         let levels = self.0.inflight.levels();
         let mut by_state = |name: &str, help: &str, unit: Option<&Unit>, value: fn(&Level) -> f64| {
             let kind = ConstGauge::new(0.0).metric_type();

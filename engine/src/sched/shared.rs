@@ -167,8 +167,10 @@ impl Shared {
         self.last_step.store(self.since_born(), Ordering::Release);
     }
 
-    fn load_now(&self, pages: PageStats) -> LoadSnapshot {
-        LoadSnapshot {
+    /// The load and its pages, now.
+    pub(super) fn levels(&self) -> (LoadSnapshot, PageStats) {
+        let pages = self.cache.stats();
+        let load = LoadSnapshot {
             running: self.places.load(Ordering::Acquire),
             waiting: self.waiting.load(Ordering::Acquire),
             transferring: self.transferring.load(Ordering::Acquire),
@@ -179,15 +181,14 @@ impl Shared {
             waiting_tokens: self.waiting_tokens.load(Ordering::Acquire)
                 + self.running_prompt_tokens.load(Ordering::Acquire),
             last_step: self.born + Duration::from_micros(self.last_step.load(Ordering::Acquire)),
-        }
+        };
+        (load, pages)
     }
 
     /// Tells the load. It is read under the lock of the load that it replaces: an older one never replaces a newer one.
     pub(super) fn publish_load(&self) {
         self.load.send_if_modified(|load| {
-            let pages = self.cache.stats();
-            let new = self.load_now(pages);
-            self.metrics.load(&new, pages);
+            let (new, _) = self.levels();
             let last_step = load.last_step;
             let changed = *load != LoadSnapshot { last_step, ..new };
             *load = new;
