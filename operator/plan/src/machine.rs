@@ -192,7 +192,7 @@ impl<'a> Machine<'a> {
         if awaits(
             self,
             Approval::BeforeRestart,
-            !rollout.restarts.is_empty() && self.is_untouched(goal),
+            !rollout.restarts.is_empty() && self.is_untouched(goal, &rollout),
         ) {
             self.traffic = Traffic::Admit;
             self.approve(&rollout);
@@ -413,13 +413,14 @@ impl<'a> Machine<'a> {
             && !approved
     }
 
-    /// Whether nothing was moved to the goal yet.
-    fn is_untouched(&self, goal: &Revision) -> bool {
+    /// Whether nothing was moved to the goal yet, nor taken away for it.
+    fn is_untouched(&self, goal: &Revision, rollout: &RolloutStatus) -> bool {
+        let has_begun = matches!(rollout.step, Step::Prefill | Step::Decode | Step::Router | Step::Gates);
         let changes = goal.restarts(self.running());
         let moved = |workload: &Workload| {
             changes.contains(&workload.role) && goal.hash(workload.role) == workload.revision && workload.replicas > 0
         };
-        !self.input.world.workloads.iter().any(moved)
+        !has_begun && !self.input.world.workloads.iter().any(moved)
     }
 
     fn approve(&mut self, rollout: &RolloutStatus) {

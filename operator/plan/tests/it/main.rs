@@ -437,6 +437,28 @@ fn approving_and_pausing_at_any_moment_supersedes_nothing() {
 }
 
 #[test]
+fn a_change_that_restarts_nothing_or_has_begun_to_waits_for_nobody() {
+    let mut start = spec();
+    start.rollout.approval = Approval::BeforeRestart;
+    let mut sim = settled(start);
+    sim.edit(|spec| spec.decode.knobs.max_running = 96);
+    assert!(sim.rest(100), "{:#?}", sim.status);
+    ready(&sim);
+    sim.edit(|spec| {
+        spec.rollout.approval = Approval::Automatic;
+        spec.decode.parallelism.tensor = 2;
+    });
+    while sim.serving(Role::Decode) > 0 {
+        sim.reconcile(usize::MAX);
+        sim.tick();
+    }
+    sim.reconcile(usize::MAX);
+    sim.edit(|spec| spec.rollout.approval = Approval::BeforeRestart);
+    assert!(sim.rest(200), "{:#?}", sim.status);
+    ready(&sim);
+}
+
+#[test]
 fn a_restart_token_restarts_its_roles_once_and_brings_new_default_images() {
     for (scope, image, expected) in [
         (RestartRoles::DecodeOnly, "engine:1", vec![Role::Decode]),
