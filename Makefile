@@ -1,6 +1,6 @@
 # The only entry. `make help` lists it.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-stop model build images cluster-up cluster-down test test-long test-node lint bench
+.PHONY: help demo demo-stop model build images cluster-up cluster-down test test-long test-node lint bench mutants
 
 # Where the demo's router listens.
 HTTP ?= 127.0.0.1:8080
@@ -48,6 +48,9 @@ test-node: ## as root, on Linux: the tests on real nodes
 
 lint: ## format, clippy, licences and sources of dependencies
 	@scripts/lint.sh
+
+mutants: ## change the planner in each way that cargo-mutants knows, and see whether its tests fail: the kill rate and the survivors
+	@scripts/mutants.sh
 
 bench: ## engine and router beside their peers, as ratios; builds the peers once (BENCH="engine", "router", "numerics" or "load" for a part)
 	@python3 bench/run.py $(BENCH) --rounds $(ROUNDS)
