@@ -209,13 +209,18 @@ fn a_decode_whose_steps_are_short_is_blamed_for_a_slow_probe() {
     for way in [Way::Via, Way::Router, Way::Pair, Way::Decode] {
         all(&mut record, way, &slow);
     }
-    let found = verdict(&record);
-    assert_eq!(
-        (suspects(&found), found.finding),
-        (vec![], Finding::Undecided),
-        "{found:#?}"
-    );
-    all(&mut record, Way::Decode, &hangs(Some("decode")));
+    for outcome in [slow, hangs(Some("decode"))] {
+        all(&mut record, Way::Decode, &outcome);
+        let found = verdict(&record);
+        assert_eq!(
+            (suspects(&found), found.finding),
+            (vec![], Finding::Undecided),
+            "{found:#?}"
+        );
+    }
+    let decode = last_load(&mut record, Side::Decode);
+    decode.last_step_age_ms = 9_000;
+    decode.inflight = vec![inflight("decode", 8, 9_000, 9_000)];
     assert_eq!(suspects(&verdict(&record)), [Layer::Decode]);
 }
 

@@ -430,15 +430,14 @@ fn decode(facts: &Facts<'_>) -> Opinion {
         match asked.next() {
             // it has said itself what is wrong with it
             Some(engine) if matches!(engine.condition, Condition::Silent | Condition::Loading) => {}
-            Some(engine) if passed(probe).is_some() && engine.condition.steps_well(facts.stuck_ms) => case.unclear(
-                "a probe of decode alone is slow, and each of its steps is not",
+            // nothing stands still there, or its condition would be another
+            Some(engine) if !failed(probe) && engine.condition.steps_well(facts.stuck_ms) => case.unclear(
+                "a probe of decode alone takes long, and each of its steps does not",
                 [vec![note], engine.notes.clone()].concat(),
                 "run it again, and look for what else its machine does",
             ),
             _ if refuses(probe) => case.unclear("it drains, and takes no probe of decode alone", vec![note], DRAINED),
-            _ if matches!(probe.outcome, Outcome::Failed { .. } | Outcome::Cut { .. }) => {
-                case.points("a probe of decode alone fails", vec![note]);
-            }
+            _ if failed(probe) => case.points("a probe of decode alone fails", vec![note]),
             _ => case.points("a probe of decode alone does not pass in time", vec![note]),
         }
     }
@@ -556,6 +555,11 @@ fn engines_are_free(facts: &Facts<'_>) -> bool {
 /// The router has written the whole answer, which did not come.
 fn answered(probe: &Probe) -> bool {
     matches!(&probe.outcome, Outcome::Hung { state: Some(state), .. } if state == ANSWERED)
+}
+
+/// It ended, and not well.
+fn failed(probe: &Probe) -> bool {
+    matches!(probe.outcome, Outcome::Failed { .. } | Outcome::Cut { .. })
 }
 
 /// An engine takes nothing new, as it was told.
