@@ -8,7 +8,7 @@ machine. Each image is also written to target/images/NAME.tar, for clusters that
 
 Without a docker daemon the base image is made by debootstrap and kept in the user's cache; no image registry is asked.
 
-usage: python3 scripts/images.py [--build source|prebuilt] [--tag TAG] [tandem-engine] [tandem-router] [tandem-operator]
+usage: python3 scripts/images.py [--build source|prebuilt] [--tag TAG] [--faults] [tandem-engine] [tandem-router] [tandem-operator]
 """
 
 import argparse
@@ -28,6 +28,8 @@ CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / "
 # Image and its Dockerfile.
 IMAGES = {f"tandem-{name}": ROOT / f"Dockerfile.{name}" for name in ("engine", "router", "operator")}
 BINARIES = ["tandem-engine", "tandem-router", "tandem-operator", "tandem"]
+# Those that tests plant faults in, and what they are built as.
+FAULTY = {"tandem-engine": "tandem-engine-faults", "tandem-router": "tandem-router-faults"}
 BASE = "docker.io/library/debian:bookworm-slim"
 # Of Debian 12, which the images take their libraries from.
 GLIBC = (2, 36)
@@ -161,14 +163,18 @@ def glibc(binary: pathlib.Path) -> tuple[int, int]:
     return max(((int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols)), default=(0, 0))
 
 
-def prebuilt() -> pathlib.Path:
+def binaries(faults: bool) -> dict[str, pathlib.Path]:
+    """What goes into images, by the name that it has there."""
+    return {name: ROOT / "target" / "release" / (FAULTY.get(name, name) if faults else name) for name in BINARIES}
+
+
+def prebuilt(faults: bool) -> pathlib.Path:
     """A context with this machine's binaries, without what only a debugger reads."""
     context = OUT / "context"
     shutil.rmtree(context, ignore_errors=True)
     release = context / "target" / "release"
     release.mkdir(parents=True)
-    for name in BINARIES:
-        binary = ROOT / "target" / "release" / name
+    for name, binary in binaries(faults).items():
         if not binary.exists():
             sys.exit(f"error: there is no {binary}; run `make build` first, or build the images with --build source")
         if (needed := glibc(binary)) > GLIBC:
@@ -189,29 +195,31 @@ def revision() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def stamp(dockerfile: pathlib.Path, image: str) -> str:
+def stamp(dockerfile: pathlib.Path, image: str, faults: bool) -> str:
     """What an image of this machine's binaries is made of."""
-    files = [(ROOT / "target" / "release" / name).stat() for name in BINARIES]
+    files = [binary.stat() for binary in binaries(faults).values()]
     return f"{image}\n{[(file.st_size, file.st_mtime_ns) for file in files]}\n{dockerfile.read_text()}"
 
 
-def build(names: list[str], how: str, tag: str) -> dict[str, pathlib.Path]:
+def build(names: list[str], how: str, tag: str, faults: bool = False) -> dict[str, pathlib.Path]:
     """Builds the images, or takes what was built of the same binaries; gives the archive of each."""
     tool = builder()
     OUT.mkdir(parents=True, exist_ok=True)
-    context = prebuilt() if how == "prebuilt" else ROOT
+    context = prebuilt(faults) if how == "prebuilt" else ROOT
     args = {"BUILD": how, "VERSION": version(), "REVISION": revision()}
     archives = {}
     for name in names:
         begin = time.monotonic()
-        image, archive, made = f"localhost/{name}:{tag}", OUT / f"{name}.tar", OUT / f"{name}.stamp"
-        fresh = how == "source" or not archive.exists() or not made.exists() or made.read_text() != stamp(IMAGES[name], image)
+        file = f"{name}-faults" if faults else name
+        image, archive, made = f"localhost/{name}:{tag}", OUT / f"{file}.tar", OUT / f"{file}.stamp"
+        of = stamp(IMAGES[name], image, faults) if how == "prebuilt" else None
+        fresh = of is None or not archive.exists() or not made.exists() or made.read_text() != of
         if fresh:
             made.unlink(missing_ok=True)
             tool.build(IMAGES[name], context, image, args, LIMIT_SECONDS[how])
             tool.export(image, archive)
-            if how == "prebuilt":
-                made.write_text(stamp(IMAGES[name], image))
+            if of is not None:
+                made.write_text(of)
         took = f"{time.monotonic() - begin:6.1f} s, by {tool.name} from {how}" if fresh else "as it was"
         print(f"{image:40} {archive.stat().st_size / 1e6:6.1f} MB  {took}", flush=True)
         archives[name] = archive
@@ -224,9 +232,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="builds the images")
     parser.add_argument("names", nargs="*", choices=[[], *IMAGES], default=[], metavar="NAME", help=f"of {', '.join(IMAGES)}")
     parser.add_argument("--build", choices=LIMIT_SECONDS, default="source", help="where the binaries come from")
-    parser.add_argument("--tag", default=version(), help="the images' tag")
+    parser.add_argument("--tag", help="the images' tag; by default the version")
+    parser.add_argument("--faults", action="store_true", help="for tests: what they plant faults in, tagged VERSION-faults")
     args = parser.parse_args()
-    build(args.names or list(IMAGES), args.build, args.tag)
+    if args.faults and args.build != "prebuilt":
+        parser.error("--faults takes binaries that were built with faults: --build prebuilt")
+    tag = args.tag or (f"{version()}-faults" if args.faults else version())
+    build(args.names or list(FAULTY if args.faults else IMAGES), args.build, tag, args.faults)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Tier:
     limit_minutes: int
     counts: bool = True  # whether the output holds test counts
     lacks: collections.abc.Callable[[], str | None] = lambda: None  # what this machine lacks for it
+    faults: bool = False  # whether it starts binaries with faults
 
 
 def lacks_control_plane() -> str | None:
@@ -61,20 +62,34 @@ PYTEST_OF = "scripts/venv.sh e2e/python/requirements.txt && .venv/bin/python -m 
 # Engine and router once more, with faults that tests plant; their dependencies are the same.
 FAULTS = ["--features", "tandem-engine/faults,tandem-router/faults"]
 BUILD_FAULTS = ["cargo", "build", "--release", "--workspace", "--locked", *FAULTS]
+BUILD_OF_FAULTS = Tier("build faults", [*BUILD_FAULTS, "--bin", "tandem-engine-faults", "--bin", "tandem-router-faults"], 30, counts=False)
+
+
+def on_nodes(*flags: str, **env: str) -> list[str]:
+    """The tests on real nodes, one of which asks with OpenAI's SDK. Some print what they have measured."""
+    given = "".join(f"export {key}={value}; " for key, value in env.items())
+    command = [*CARGO_TEST, "--test", "node", *ALONE, "--show-output", *flags]
+    return ["sh", "-c", f"{given}scripts/venv.sh e2e/python/requirements.txt && exec {shlex.join(command)}"]
+
+
 KUBE = Tier("kube", ["python3", "scripts/kube.py"], 45, counts=False, lacks=lacks_control_plane)
 EVERYDAY = [
     Tier("lint", ["scripts/lint.sh"], 45, counts=False),
     Tier("unit and golden", [*CARGO_TEST, "--exclude", "tandem-e2e"], 45),
     Tier("process", [*CARGO_TEST, "--test", "process", *ALONE], 30),
-    Tier("build faults", [*BUILD_FAULTS, "--bin", "tandem-engine-faults", "--bin", "tandem-router-faults"], 30, counts=False),
+    BUILD_OF_FAULTS,
     # its output is the table of what was planted and what was found
-    Tier("faults", [*CARGO_TEST, "--test", "faults", *ALONE, "--nocapture"], 15),
+    Tier("faults", [*CARGO_TEST, "--test", "faults", *ALONE, "--nocapture"], 15, faults=True),
     KUBE,
     # They wait more than they compute. Some print what they have measured.
     Tier("control plane", [*CARGO_TEST, "--test", "control", "--", "--test-threads=6", "--show-output"], 20, lacks=lacks_control_plane),
     # for the tests of the charts, which are among those of the clients
     Tier("helm", ["python3", "scripts/kube.py", "helm"], 30, counts=False, lacks=lambda: kube.lacking(("helm",))),
     Tier("clients", ["sh", "-c", f"{PYTEST_OF} e2e/python"], 15),
+    Tier("kube of nodes", ["sh", "-c", "for part in node policy; do python3 scripts/kube.py $part || exit 1; done"], 45, counts=False,
+         lacks=lacks_nodes),
+    # one node is lost every day, the other kind in test-long
+    Tier("node", on_nodes("--skip", "lost_with_the_only_decode"), 40, lacks=lacks_nodes, faults=True),
 ]
 
 
@@ -92,9 +107,8 @@ LONG = [
     control("scale of 1000", "scale::", 90, TANDEM_TEST_DEPLOYMENTS="1000"),
     control("kills", "kills::", 60, TANDEM_TEST_KILLS="each"),
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
-    # One of them asks with OpenAI's SDK.
-    Tier("node", ["sh", "-c", f"scripts/venv.sh e2e/python/requirements.txt && exec {' '.join([*CARGO_TEST, '--test', 'node', *ALONE])}"],
-         90, lacks=lacks_nodes),
+    BUILD_OF_FAULTS,
+    Tier("all on nodes", on_nodes(TANDEM_TEST_LOAD_SECONDS="100", TANDEM_TEST_ROWS="all"), 90, lacks=lacks_nodes, faults=True),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
     # 10 minutes a reader, and a build with coverage counters before them
@@ -187,7 +201,9 @@ def main() -> int:
     args = parser.parse_args()
     tiers = LONG if args.long else EVERYDAY
     if args.tier:
-        tiers = [tier for tier in EVERYDAY + LONG if tier.name == args.tier]
+        tiers = [tier for tier in EVERYDAY + LONG if tier.name == args.tier][:1]
+        if tiers[0].faults:
+            tiers.insert(0, BUILD_OF_FAULTS)
 
     SUMMARY.parent.mkdir(exist_ok=True)
     SUMMARY.unlink(missing_ok=True)

@@ -36,13 +36,21 @@ pub const MODEL: &str = "smollm2";
 pub struct Faults(tempfile::TempDir);
 
 impl Faults {
+    /// The file's name.
+    pub const FILE: &str = "faults";
+
     /// Nothing yet.
     pub fn none() -> Self {
         Self(tempfile::tempdir().expect("a folder"))
     }
 
+    /// Where the file is that the process reads; a process that runs as another user writes there too.
+    pub fn folder(&self) -> &std::path::Path {
+        self.0.path()
+    }
+
     fn file(&self) -> std::path::PathBuf {
-        self.0.path().join("faults")
+        self.folder().join(Self::FILE)
     }
 
     fn flag(&self) -> String {

@@ -1,7 +1,7 @@
 //! Faults that a test plants in a running process, and clears again.
 //!
-//! Only the binaries of the tests are built with them (the cargo feature `faults` of engine and router). The file that `--faults` names
-//! says what is planted, one fault a line, and is read again every few milliseconds:
+//! Only the binaries of the tests are built with them (the cargo feature `faults` of engine and router). A file, that of `--faults` or of
+//! the variable `TANDEM_FAULTS`, says what is planted, one fault a line, and is read again every few milliseconds:
 //!
 //! ```text
 //! slow-prefill 20
@@ -10,8 +10,7 @@
 //!
 //! A number is for how many milliseconds each passer-by is held up, `hold` is for as long as the fault is planted. Write such a
 //! file beside its place and move it there: half of one is an error, and an error ends the process. What is planted now lies in
-//! a file of the same name with `.planted` behind it, for those who have to know before they go on. Without a file the variable
-//! `PLANT_FAULTS` says it once, for a pod that a manifest makes has variables and no such file.
+//! a file of the same name with `.planted` behind it, for those who have to know before they go on.
 
 pub mod rows;
 
@@ -67,26 +66,8 @@ const HOLD: u64 = u64::MAX;
 /// How often the file is read, and whoever is held up looks whether it still is.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The variable that counts without a file.
-const VARIABLE: &str = "PLANT_FAULTS";
-
-/// Plants what the file says, now and whenever it changes, or what the variable says.
-pub fn begin(file: Option<PathBuf>) -> Result<(), String> {
-    match (file, std::env::var(VARIABLE)) {
-        (Some(file), _) => follow(file),
-        (None, Ok(text)) => read(&text).map(set).map_err(|why| format!("{VARIABLE}: {why}")),
-        (None, Err(_)) => Ok(()),
-    }
-}
-
-fn set(planted: [u64; Fault::ALL.len()]) {
-    for (place, millis) in PLANTED.iter().zip(planted) {
-        place.store(millis, Ordering::Relaxed);
-    }
-}
-
-/// A file that is not there plants nothing.
-fn follow(path: PathBuf) -> Result<(), String> {
+/// Plants what the file says, now and whenever it changes. A file that is not there plants nothing.
+pub fn follow(path: PathBuf) -> Result<(), String> {
     let mut planted = None;
     plant(&path, &mut planted)?;
     let watch = move || {
@@ -111,7 +92,10 @@ fn plant(path: &Path, last: &mut Option<String>) -> Result<(), String> {
     if last.as_ref() == Some(&text) {
         return Ok(());
     }
-    set(read(&text).map_err(|why| format!("{}: {why}", path.display()))?);
+    let planted = read(&text).map_err(|why| format!("{}: {why}", path.display()))?;
+    for (place, millis) in PLANTED.iter().zip(planted) {
+        place.store(millis, Ordering::Relaxed);
+    }
     let (beside, told) = (path.with_extension("telling"), path.with_extension("planted"));
     std::fs::write(&beside, &text)
         .and_then(|()| std::fs::rename(&beside, &told))

@@ -155,7 +155,7 @@ pub struct Config {
     pub traces: TraceFlags,
     /// Faults to plant, read again and again.
     #[cfg(feature = "faults")]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = "TANDEM_FAULTS")]
     pub faults: Option<PathBuf>,
     /// How logs are written: text or json.
     #[arg(long, default_value_t = LogFormat::Text)]

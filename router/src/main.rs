@@ -10,8 +10,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 pub(crate) fn main() -> ExitCode {
     let config = Config::parse();
     #[cfg(feature = "faults")]
-    if let Err(why) = tandem_faults::begin(config.faults.clone()) {
-        eprintln!("tandem-router: faults: {why}");
+    if let Some(Err(why)) = config.faults.clone().map(tandem_faults::follow) {
+        eprintln!("tandem-router: --faults: {why}");
         return ExitCode::from(2);
     }
     let metrics = Metrics::new("tandem-router", env!("CARGO_PKG_VERSION"));

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use serde_json::Value;
@@ -35,6 +35,8 @@ pub struct Event {
     pub gone: bool,
     /// As it is now.
     pub object: Value,
+    /// When it was heard of.
+    pub heard: Instant,
 }
 
 /// Objects by kind and name.
@@ -159,6 +161,7 @@ impl Shared {
             kind,
             gone,
             object,
+            heard: Instant::now(),
         };
         let mut log = self.lock();
         log.state.apply(&event);

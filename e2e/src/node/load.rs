@@ -8,8 +8,9 @@ use futures::StreamExt;
 use serde_json::json;
 use tokio::task::JoinSet;
 
+use super::LIMIT;
 use super::serving::MODEL;
-use crate::{probe, salted_text};
+use crate::{eventually, probe, salted_text};
 
 /// How a request ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub enum End {
 pub struct Request {
     /// Whether its answer was to come in pieces.
     pub streamed: bool,
+    /// When it was sent.
+    pub at: Instant,
     /// How it ended.
     pub end: End,
     /// From the call to its end.
@@ -71,9 +74,22 @@ impl Load {
         }
     }
 
-    /// How many requests have begun.
-    pub fn begun(&self) -> u64 {
+    fn begun(&self) -> u64 {
         self.begun.load(Ordering::Relaxed)
+    }
+
+    /// Waits until so many more have begun.
+    pub async fn goes_on(&self, more: u64) {
+        let from = self.begun();
+        eventually("requests go on", LIMIT, async || {
+            let begun = self.begun();
+            if begun >= from + more {
+                Ok(())
+            } else {
+                Err(format!("{begun} of {}", from + more))
+            }
+        })
+        .await;
     }
 
     /// Lets what is under way end; tells of all.
@@ -93,6 +109,7 @@ pub async fn ask(url: &str, salt: u64, streamed: bool, max_tokens: u32) -> Reque
     let end = end(url, &body, streamed).await.unwrap_or_else(End::Broken);
     Request {
         streamed,
+        at: begin,
         end,
         took: begin.elapsed(),
     }

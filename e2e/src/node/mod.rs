@@ -5,13 +5,19 @@
 //! | [`release`] | the operator, installed by helm as users do |
 //! | [`serving`] | a deployment in a namespace of its own: its pods, their processes, and its clients |
 //! | [`load`] | clients that go on asking, and how each request ended |
+//! | [`lost`] | a node out of reach |
+//! | [`proxy`] | the planted proxy as a pod |
+//! | [`stranger`] | a pod that is none of ours |
 //!
 //! A test program shares one cluster; it starts with the first test that wants it, and is removed when the process has ended, however
 //! that ends.
 
 pub mod load;
+pub mod lost;
+pub mod proxy;
 pub mod release;
 pub mod serving;
+pub mod stranger;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -135,6 +141,16 @@ impl Nodes {
         told(Command::new(&program[0]).args(&program[1..]).args(args), "")
     }
 
+    /// Brings a node back that was cut off.
+    fn mend(&self, node: &str) -> Result<(), String> {
+        let program = words(&self.state);
+        let output = outcome(Command::new(&program[0]).args(&program[1..]).args(["mend", node]), "");
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
     /// Runs a command on a node, as its root.
     ///
     /// # Panics
@@ -155,6 +171,30 @@ impl Nodes {
         for node in NODES {
             self.kubectl(&["uncordon", node], "");
         }
+    }
+
+    /// Puts the images of engine and router with faults onto the nodes; gives their tag.
+    ///
+    /// # Panics
+    /// Where they cannot be built: scripts/test.py builds the binaries.
+    pub fn load_faults(&self) -> String {
+        let script = crate::root().join("scripts/images.py");
+        let said = told(
+            Command::new("python3")
+                .arg(script)
+                .args(["--build", "prebuilt", "--faults"]),
+            "",
+        );
+        for name in ["tandem-engine", "tandem-router"] {
+            let archive = crate::root().join(format!("target/images/{name}-faults.tar"));
+            self.cluster(&["load", &archive.display().to_string()]);
+        }
+        let image = said.split_whitespace().find(|word| word.contains("/tandem-engine:"));
+        image
+            .and_then(|image| image.rsplit_once(':'))
+            .expect("an image")
+            .1
+            .to_owned()
     }
 
     /// Carries connections to a port of a pod or Service, through the API server and the pod's kubelet.

@@ -1,6 +1,9 @@
 //! The operator, installed by helm as users do.
 
+use serde_json::Value;
+
 use super::Nodes;
+use crate::cluster::api::{Api, path};
 
 /// Where it is installed.
 pub const NAMESPACE: &str = "tandem-system";
@@ -12,8 +15,26 @@ impl Nodes {
         self.upgrade(&[]);
     }
 
+    /// The operator's pods that are not to be deleted.
+    ///
+    /// # Panics
+    /// Where there is none.
+    pub async fn operators(&self) -> Vec<Value> {
+        let pods: Api<Value> = Api::at(&self.admin(), &path("v1", &format!("namespaces/{NAMESPACE}/"), "pods"));
+        let mut all = pods.list("app.kubernetes.io/name=tandem-operator").await;
+        all.retain(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+        assert!(!all.is_empty(), "no operator runs");
+        all
+    }
+
     /// Installs the operator or gives it other values.
     pub fn upgrade(&self, values: &[&str]) {
+        let flags: Vec<&str> = values.iter().flat_map(|value| ["--set", value]).collect();
+        self.upgrade_with(&flags);
+    }
+
+    /// The same by helm's own flags.
+    pub fn upgrade_with(&self, flags: &[&str]) {
         let mut args = vec![
             "upgrade",
             "--install",
@@ -23,8 +44,9 @@ impl Nodes {
             NAMESPACE,
             "--create-namespace",
         ];
-        args.extend(["--wait", "--timeout=4m"]);
-        args.extend(values.iter().flat_map(|value| ["--set", value]));
+        // What was given before counts no more.
+        args.extend(["--reset-values", "--wait", "--timeout=4m"]);
+        args.extend(flags);
         self.helm(&args);
     }
 }

@@ -1,5 +1,8 @@
 //! A deployment in a namespace of its own, and what a test sees of it.
 
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolume, PersistentVolumeClaim};
 use serde_json::{Value, json};
 use tandem_crds::{API_VERSION, PDDeployment, Role};
@@ -8,6 +11,7 @@ use super::{Forward, LIMIT, NODE_ADDRESS, Nodes};
 use crate::cluster::api::{Api, Client, Patch, path};
 use crate::cluster::record::{Recorder, State, label, name};
 use crate::probe::Metrics;
+use crate::stack::Faults;
 
 /// The deployment of a stage.
 pub const NAME: &str = "chat";
@@ -43,20 +47,7 @@ impl Stage {
             .expect("a namespace");
         let model = crate::model();
         let folder = model.parent().expect("a folder");
-        let common = json!({"accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": namespace});
-        let volume = json!({
-            "metadata": {"name": namespace, "labels": {STAGE: "true"}},
-            "spec": {
-                "accessModes": ["ReadOnlyMany"], "storageClassName": "", "capacity": {"storage": "1Gi"},
-                "hostPath": {"path": folder, "type": "Directory"}, "claimRef": {"namespace": namespace, "name": "models"},
-            },
-        });
-        let volumes: Api<PersistentVolume> = Api::all(&client);
-        volumes.create(&object(volume)).await.expect("a volume");
-        let mut claim = json!({"metadata": {"name": "models"}, "spec": common});
-        claim["spec"]["resources"] = json!({"requests": {"storage": "1Gi"}});
-        let claims: Api<PersistentVolumeClaim> = Api::namespaced(&client, &namespace);
-        claims.create(&object(claim)).await.expect("a claim");
+        claim(&client, &namespace, "models", "ReadOnlyMany", folder).await;
         Self {
             recorder: Recorder::start(&client, &namespace).await,
             nodes,
@@ -72,6 +63,28 @@ impl Stage {
         stage.create(spec).await;
         stage.promoted().await;
         stage
+    }
+
+    /// What the spec says of a role in whose processes faults can be planted, and where.
+    pub async fn faults(&self, role: Role, tag: &str) -> (Faults, Value) {
+        let faults = Faults::none();
+        let everybody = std::fs::Permissions::from_mode(0o777);
+        std::fs::set_permissions(faults.folder(), everybody).expect("a mode");
+        let name = format!("faults-{}", role.field());
+        claim(&self.client, &self.namespace, &name, "ReadWriteMany", faults.folder()).await;
+        let program = if role == Role::Router {
+            "tandem-router"
+        } else {
+            "tandem-engine"
+        };
+        let spec = json!({
+            "image": format!("localhost/{program}:{tag}"),
+            "pod": {
+                "env": [{"name": "TANDEM_FAULTS", "value": format!("/faults/{}", Faults::FILE)}],
+                "volumes": [{"name": "faults", "mountPath": "/faults", "claimName": name}],
+            },
+        });
+        (faults, spec)
     }
 
     fn api(&self) -> Api<Value> {
@@ -174,7 +187,8 @@ impl Stage {
         format!("http://{NODE_ADDRESS}:{port}")
     }
 
-    /// Deletes the namespace and all that is in it, and waits until no pod is left.
+    /// Deletes the namespace and all that is in it, and waits until no pod is left. Its volumes go with those of others before the
+    /// next test.
     pub async fn remove(self) {
         let all: Api<Namespace> = Api::all(&self.client);
         all.delete(&self.namespace, &json!({})).await.expect("a deletion");
@@ -187,9 +201,30 @@ impl Stage {
             }
         };
         self.recorder.until("no pod is left", LIMIT, gone).await;
-        let volumes: Api<PersistentVolume> = Api::all(&self.client);
-        volumes.delete(&self.namespace, &json!({})).await.expect("a deletion");
     }
+}
+
+/// A claim of a folder of this machine's, which all nodes see.
+async fn claim(client: &Client, namespace: &str, name: &str, mode: &str, folder: &Path) {
+    let volume_name = format!("{namespace}-{name}");
+    let volume = json!({
+        "metadata": {"name": volume_name, "labels": {STAGE: "true"}},
+        "spec": {
+            "accessModes": [mode], "storageClassName": "", "capacity": {"storage": "1Gi"},
+            "hostPath": {"path": folder, "type": "Directory"}, "claimRef": {"namespace": namespace, "name": name},
+        },
+    });
+    let volumes: Api<PersistentVolume> = Api::all(client);
+    volumes.create(&object(volume)).await.expect("a volume");
+    let claim = json!({
+        "metadata": {"name": name},
+        "spec": {
+            "accessModes": [mode], "storageClassName": "", "volumeName": volume_name,
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    });
+    let claims: Api<PersistentVolumeClaim> = Api::namespaced(client, namespace);
+    claims.create(&object(claim)).await.expect("a claim");
 }
 
 /// A condition's status.

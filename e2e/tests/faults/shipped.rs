@@ -28,34 +28,3 @@ fn no_shipped_binary_has_faults() {
         assert!(marked(planted), "{planted} does not: the mark proves nothing");
     }
 }
-
-/// As a pod's manifest plants one.
-#[test]
-fn a_variable_that_names_no_fault_is_passed_over() {
-    for (program, flags) in [
-        ("tandem-engine-faults", &["--role=decode", "--model=nowhere"][..]),
-        (
-            "tandem-router-faults",
-            &["--model-name=m", "--tokenizer=nowhere", "--decode=127.0.0.1:1"],
-        ),
-    ] {
-        let run = |planted: &str| {
-            let mut command = Command::new(bin(program));
-            let output = command.args(flags).env("PLANT_FAULTS", planted).output();
-            let output = output.expect("it starts");
-            (
-                output.status.code(),
-                String::from_utf8_lossy(&output.stderr).into_owned(),
-            )
-        };
-        let (code, said) = run("delay-modle-load 100");
-        assert_eq!(code, Some(2), "{program}: {said}");
-        assert!(
-            said.contains("there is no fault \"delay-modle-load\""),
-            "{program}: {said}"
-        );
-        // one that there is lets it go on, to the file that is not there
-        let (code, said) = run("slow-prefill 1");
-        assert_eq!(code, Some(1), "{program}: {said}");
-    }
-}

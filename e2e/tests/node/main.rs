@@ -3,6 +3,8 @@
 
 #![expect(clippy::expect_used, reason = "helpers of tests: a step that fails fails the test")]
 
+mod capacity;
+mod diagnose;
 mod edits;
 mod install;
 mod losses;

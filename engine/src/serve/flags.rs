@@ -126,7 +126,7 @@ pub struct Flags {
     pub traces: TraceFlags,
     /// Faults to plant, read again and again
     #[cfg(feature = "faults")]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = "TANDEM_FAULTS")]
     pub faults: Option<PathBuf>,
     /// text or json
     #[arg(long, default_value_t = LogFormat::Text)]

@@ -33,8 +33,8 @@ pub fn run(flags: Flags) -> ExitCode {
         return ExitCode::from(2);
     }
     #[cfg(feature = "faults")]
-    if let Err(why) = tandem_faults::begin(flags.faults.clone()) {
-        let _ = writeln!(std::io::stderr(), "tandem-engine: faults: {why}");
+    if let Some(Err(why)) = flags.faults.clone().map(tandem_faults::follow) {
+        let _ = writeln!(std::io::stderr(), "tandem-engine: --faults: {why}");
         return ExitCode::from(2);
     }
     let metrics = Metrics::new("tandem-engine", env!("CARGO_PKG_VERSION"));
