@@ -56,6 +56,10 @@ pub struct Config {
     /// Where clients connect (HTTP).
     #[arg(long, default_value = "127.0.0.1:8000")]
     pub listen: SocketAddr,
+    /// The socket of --listen, where who starts this process has opened it: the number of its file. It outlives the process,
+    /// and connections wait in it while none takes them.
+    #[arg(long, value_name = "FD", value_parser = clap::value_parser!(i32).range(3..))]
+    pub listen_fd: Option<i32>,
     /// Keys of the API, one on each line; without it everybody may use it. Read again when it changes.
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,

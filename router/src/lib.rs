@@ -31,6 +31,7 @@ pub mod shards;
 pub mod text;
 
 use std::net::SocketAddr;
+use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -66,6 +67,14 @@ pub enum StartError {
         flag: &'static str,
         /// Asked for.
         addr: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The socket that was to be inherited is none.
+    #[error("--listen-fd {fd} is no listening socket: {source}; leave it out to open --listen")]
+    Inherit {
+        /// The number of its file.
+        fd: i32,
         /// What the system said.
         source: std::io::Error,
     },
@@ -124,7 +133,10 @@ impl Router {
             Some(_) => Some(Cluster::new(config.kubeconfig.as_deref(), config.namespace.as_deref()).await?),
             None => None,
         };
-        let (listener, addr) = bind("--listen", config.listen).await?;
+        let (listener, addr) = match config.listen_fd {
+            Some(fd) => inherited(fd).map_err(|source| StartError::Inherit { fd, source })?,
+            None => bind("--listen", config.listen).await?,
+        };
         let admin = match config.admin_listen {
             Some(listen) => Some(bind("--admin-listen", listen).await?),
             None => None,
@@ -224,6 +236,17 @@ async fn bind(flag: &'static str, addr: SocketAddr) -> Result<(TcpListener, Sock
     let listener = TcpListener::bind(addr).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
     Ok((listener, bound))
+}
+
+/// Takes over a listening socket that this process was started with.
+fn inherited(fd: RawFd) -> std::io::Result<(TcpListener, SocketAddr)> {
+    // SAFETY: the file is only copied here, which fails where it is not open.
+    unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()?;
+    // SAFETY: it is open, and whoever names it by the flag gives it away: nothing else here closes it.
+    let listener = std::net::TcpListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    listener.set_nonblocking(true)?;
+    let addr = listener.local_addr()?;
+    Ok((TcpListener::from_std(listener)?, addr))
 }
 
 /// What opens the router's ports, as far as they are locked.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
+use std::os::fd::IntoRawFd as _;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use tandem_wire::proto::finished::Cause;
 use super::PATIENCE;
 use super::client::{Client, events, until_text};
 use super::engine::{self, Mock, Step, tokenizer};
+use super::stack::stack;
 
 struct Process {
     child: Child,
@@ -184,6 +186,22 @@ async fn each_request_is_logged_once_without_its_prompt() {
     assert!(!line.to_string().contains("secret") && !rest.iter().any(|line| line.contains("secret")));
 }
 
+#[tokio::test]
+async fn a_client_is_turned_away_between_two_routers_of_one_socket() {
+    let decode = engine::decode();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let flag = || format!("--listen-fd={}", listener.try_clone().unwrap().into_raw_fd());
+    let old = stack(&[], &[&decode], &[&flag()]).await;
+    assert_eq!(old.router.addr(), listener.local_addr().unwrap());
+    old.client.chat(json!({})).await.content();
+    old.router.drain().await;
+    let client = Client::new(listener.local_addr().unwrap());
+    let begins = async { stack(&[], &[&decode], &[&flag()]).await };
+    let (new, answer) = tokio::join!(begins, client.chat(json!({})));
+    answer.content();
+    assert_eq!(new.router.addr(), listener.local_addr().unwrap());
+}
+
 #[test]
 fn a_flag_that_cannot_work_is_found_out_later() {
     let run = |flags: &[&str]| {
@@ -210,6 +228,8 @@ fn a_flag_that_cannot_work_is_found_out_later() {
     let listen = format!("--listen={}", taken.local_addr().unwrap());
     let text = run_listen(&tokenizer, &listen);
     assert!(text.contains("choose another --listen address"), "{text}");
+    let text = run(&[&tokenizer, "--decode=127.0.0.1:9", "--listen-fd=999"]);
+    assert!(text.contains("--listen-fd 999 is no listening socket"), "{text}");
 }
 
 fn run_listen(tokenizer: &str, listen: &str) -> String {
