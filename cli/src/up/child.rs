@@ -11,8 +11,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::logs::{LogFile, Tail, pump};
-use super::plan::Process;
 use super::probe::{self, Health};
+use super::render::Process;
 
 /// Deaths of one child within [`DEATH_WINDOW`] after which it is given up.
 pub const MAX_DEATHS: usize = 3;
@@ -133,12 +133,13 @@ impl RestartPolicy {
     }
 }
 
-/// Runs `process` until it is stopped or given up; each event goes to `events` with `index`.
+/// Runs a process until it is stopped or given up; each event goes to `events` with `index`. It starts as `process` says at that
+/// moment.
 ///
 /// A child that was never ready is not started again: what keeps it from starting is for people to mend.
 pub async fn supervise(
     index: usize,
-    process: Process,
+    process: watch::Receiver<Process>,
     limits: Limits,
     mut log: Option<LogFile>,
     events: mpsc::Sender<(usize, Event)>,
@@ -162,9 +163,10 @@ pub async fn supervise(
     let mut was_ready = false;
     let mut tail = Tail::default();
     loop {
+        let now = process.borrow().clone();
         let run = Run {
             index,
-            process: &process,
+            process: &now,
             limits,
             client: &client,
             log: &mut log,
@@ -351,6 +353,15 @@ async fn stop(child: &mut Child, patience: Duration, order: &mut watch::Receiver
 /// order) and bound to this process's life.
 fn spawn(process: &Process) -> std::io::Result<Child> {
     let parent = std::process::id();
+    let door = process.door.as_ref();
+    // Held until the child has its own.
+    let held = door.map(|door| {
+        door.socket
+            .upgrade()
+            .ok_or_else(|| std::io::Error::other("its socket is closed"))
+    });
+    let held = held.transpose()?;
+    let inherits = door.map(|door| door.fd);
     let mut command = Command::new(&process.program);
     command
         .args(&process.args)
@@ -359,11 +370,16 @@ fn spawn(process: &Process) -> std::io::Result<Child> {
         .stderr(Stdio::piped())
         .process_group(0)
         .kill_on_drop(true);
-    // SAFETY: between fork and exec only prctl(2), getppid(2) and the construction of an error from a number run; all
+    // SAFETY: between fork and exec only prctl(2), fcntl(2), getppid(2) and the construction of an error from a number run; all
     // are async-signal-safe and allocate nothing.
     unsafe {
         command.pre_exec(move || {
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            if let Some(fd) = inherits
+                && libc::fcntl(fd, libc::F_SETFD, 0) != 0
+            {
                 return Err(std::io::Error::last_os_error());
             }
             // The parent may have ended before the line above took effect.
@@ -373,5 +389,7 @@ fn spawn(process: &Process) -> std::io::Result<Child> {
             Ok(())
         });
     }
-    command.spawn()
+    let child = command.spawn();
+    drop(held);
+    child
 }

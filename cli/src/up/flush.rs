@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use tandem_secrets::{SecretFile, Token};
 
-use super::plan::Role;
+use super::slots::Role;
 use super::{UpError, state};
 use crate::console::with_causes;
 

@@ -2,44 +2,57 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`plan`] | deployment and machine to processes in their order; pure |
+//! | [`render`] | from a revision and the machine to processes; pure |
+//! | [`slots`] | their names and addresses, which stay while revisions come and go |
+//! | [`names`] | what the names in a spec are on this machine |
 //! | [`ports`], [`memory`] | what the machine has |
 //! | [`child`], [`probe`], [`logs`] | one child: its life, its health, its output |
 //! | [`supervise`] | all children |
-//! | [`stack`] | start in order, follow, stop in the opposite order |
+//! | [`kids`] | which child is of which revision; as the planner's world |
+//! | [`carry`] | a plan's intents to children, knobs and orders |
+//! | [`gate`] | the completion that a plan orders |
+//! | [`edit`] | the manifest's file, watched |
+//! | [`stack`] | look, plan, carry out, until the end; stop in the opposite order |
 //! | [`state`] | what runs, for other commands |
 //! | [`detach`] | `--detach` and `tandem down` |
 //! | [`status`], [`flush`] | `tandem status` and `tandem flush`: what runs, asked and told |
 
+mod carry;
 mod child;
 mod detach;
+mod edit;
 mod flush;
+mod gate;
+mod kids;
 mod logs;
 mod memory;
-mod plan;
+mod names;
 mod ports;
 mod probe;
+mod render;
 mod signals;
+mod slots;
 mod stack;
 mod state;
 mod status;
 mod supervise;
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Args;
-use tandem_crds::PDDeploymentSpec;
-use tandem_secrets::{Keys, SecretError, SecretFile};
+use tandem_secrets::{SecretError, SecretFile, Token};
 use tandem_telemetry::TraceFlags;
 
 use crate::claims::{self, ClaimDir, ClaimError};
 use crate::console;
 use crate::manifest::{self, ManifestError};
-use plan::Front;
+use names::Names;
 
-pub use plan::Role;
+pub use slots::Role;
 pub use stack::base_url;
 pub use state::{State, manifest, running, token_file};
 pub use status::knobs_json;
@@ -166,6 +179,10 @@ pub enum UpError {
     System { what: &'static str, source: std::io::Error },
     #[error("{0}")]
     Child(stack::ChildFailure),
+    #[error("{0}")]
+    Held(String),
+    #[error("{0}")]
+    Edit(String),
     #[error("{message}")]
     Detached { message: String, code: u8 },
     #[error("process {pid} did not stop within {seconds} s and was killed with its children")]
@@ -197,7 +214,7 @@ pub async fn up(args: UpArgs) -> ExitCode {
     finish(if args.detach {
         detach::start(&args).await
     } else {
-        run(&args).await
+        Box::pin(run(&args)).await
     })
 }
 
@@ -229,37 +246,13 @@ pub async fn flush(args: FlushArgs) -> ExitCode {
     })
 }
 
-/// What the flags and the manifest say of keys and certificates; all of it can be read.
-fn front(args: &UpArgs, spec: &PDDeploymentSpec) -> Result<Front, UpError> {
-    let named = Some(spec.router.api_keys_secret_name.as_str()).filter(|name| !name.is_empty());
-    if let (None, Some(secret)) = (named, args.secrets.first()) {
-        return Err(UpError::Claim(ClaimError::UnknownSecret {
-            secret: secret.claim.clone(),
-            dir: secret.dir.clone(),
-            expected: String::new(),
-        }));
-    }
-    let of_secret = named
-        .map(|name| claims::find_keys(name, &args.secrets, claims::xdg_dir("XDG_DATA_HOME", ".local/share")))
-        .transpose()?;
-    let api_key_file = args.api_key_file.clone().or(of_secret);
-    if let Some(path) = &api_key_file {
-        let file = SecretFile::private("--api-key-file", path);
-        Keys::parse(&file, &file.read()?)?;
-    }
-    let tls = args.tls_cert.clone().zip(args.tls_key.clone());
-    if let Some((cert, key)) = &tls {
-        SecretFile::public("--tls-cert", cert).read()?;
-        SecretFile::private("--tls-key", key).read()?;
-    }
-    Ok(Front { api_key_file, tls })
-}
-
 /// Checks everything that can be checked at once, then runs.
 async fn run(args: &UpArgs) -> Result<(), UpError> {
-    let object = manifest::load(&args.file)?;
+    let file = edit::Watched::new(&args.file);
+    let mut object = manifest::load(&args.file)?;
+    edit::settle(&mut object.spec);
     let spec = &object.spec;
-    if plan::engines(spec) == 0 {
+    if slots::engines(spec) == 0 {
         return Err(UpError::NoReplicas);
     }
     let dir = args.state.dir()?;
@@ -270,33 +263,23 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         })?
         .ok_or_else(|| runs_already(&dir))?;
 
-    let front = front(args, spec)?;
+    let names = Names::of(args);
     let engine = binary("tandem-engine")?;
     let router = binary("tandem-router")?;
-    let model = claims::find_model(
-        &spec.model,
-        &args.claims,
-        claims::xdg_dir("XDG_DATA_HOME", ".local/share"),
-    )?;
-    memory::Need::new(plan::engines(spec), args.kv_memory_mib, claims::model_bytes(&model))
-        .check(memory::available_mib())
-        .map_err(UpError::Memory)?;
+    let found = names.find(spec)?;
+    memory::Need::new(
+        slots::engines(spec),
+        args.kv_memory_mib,
+        claims::model_bytes(&found.model),
+    )
+    .check(memory::available_mib())
+    .map_err(UpError::Memory)?;
 
-    // Held while ports are chosen, so that none of them is this one.
-    let taken = std::net::TcpListener::bind(args.http).map_err(|source| UpError::Http {
+    let (listener, http) = listen(args.http).await.map_err(|source| UpError::Http {
         addr: args.http,
         source,
     })?;
-    let mut ports =
-        ports::Ports::reserve(plan::ports_needed(spec) + 1).map_err(|error| UpError::Ports(error.to_string()))?;
-    let mut list = ports.list();
-    let mut http = args.http;
-    if let Some(spare) = list.pop() {
-        ports.release(spare);
-        if http.port() == 0 {
-            http.set_port(spare);
-        }
-    }
+    let ports = ports::Ports::reserve(slots::ports_needed(spec)).map_err(|error| UpError::Ports(error.to_string()))?;
     if let Some(dir) = &args.log_dir {
         std::fs::create_dir_all(dir).map_err(|source| UpError::Logs {
             dir: dir.clone(),
@@ -304,24 +287,27 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         })?;
     }
 
-    let manifest = serde_json::json!({"name": object.metadata.name, "spec": spec});
-    held.keep_manifest(&manifest).map_err(|source| UpError::State {
+    let use_dir = |source| UpError::State {
         dir: dir.clone(),
         source,
-    })?;
-    let token_file = held.make_token().map_err(|source| UpError::State { dir, source })?;
-    let machine = plan::Machine {
+    };
+    held.keep_manifest(&object.metadata.name, spec).map_err(use_dir)?;
+    let token_file = held.make_token().map_err(use_dir)?;
+    let secret = SecretFile::private("admin token", &token_file);
+    let token = Token::parse(&secret, &secret.read()?)?;
+    let machine = render::Machine {
         engine,
         router,
-        model,
-        http,
         threads: args.threads,
         kv_memory_mib: args.kv_memory_mib,
         token_file,
-        front: front.clone(),
         traces: args.traces.clone(),
+        door: render::Door {
+            fd: listener.as_raw_fd(),
+            socket: Arc::downgrade(&listener),
+        },
     };
-    let plan = plan::plan(spec, &machine, &list).map_err(UpError::Ports)?;
+    let slots = slots::slots(spec, http, &ports.list()).map_err(UpError::Ports)?;
     let signals = signals::Signals::new().map_err(|source| UpError::System {
         what: "listen for signals",
         source,
@@ -331,14 +317,28 @@ async fn run(args: &UpArgs) -> Result<(), UpError> {
         source,
     })?;
     let setup = stack::Setup {
-        deployment: object.metadata.name.clone(),
-        model: spec.model.name.clone(),
-        front,
+        deployment: object.metadata.name,
+        spec: object.spec,
+        file,
+        names,
+        machine,
+        slots,
+        listener,
+        ports,
+        token,
+        front: found.front,
         log_dir: args.log_dir.clone(),
         background: args.background,
     };
-    drop(taken);
-    stack::Stack::new(setup, &plan, ports, held, console).run(signals).await
+    // Boxed: it is large, and there is one.
+    Box::pin(stack::Stack::new(setup, held, console)?.run(signals)).await
+}
+
+/// The socket that clients connect to, and its address. It stays while routers come and go.
+async fn listen(addr: SocketAddr) -> std::io::Result<(Arc<TcpListener>, SocketAddr)> {
+    let listener = tokio::net::TcpListener::bind(addr).await?.into_std()?;
+    let addr = listener.local_addr()?;
+    Ok((Arc::new(listener), addr))
 }
 
 fn runs_already(dir: &Path) -> UpError {

@@ -7,11 +7,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
+use tandem_crds::PDDeploymentSpec;
+use tandem_crds::status::{HistoryEntry, Step};
 use tandem_secrets::Token;
 
 use super::UpError;
-use super::plan::Role;
+use super::slots::{Role, Slot};
 
 /// A command that only looks may hold the lock for a moment.
 const LOCK_TRIES: u32 = 20;
@@ -37,6 +39,12 @@ pub struct State {
     pub log_dir: Option<PathBuf>,
     /// Stopping takes at most this long.
     pub stop_seconds: u64,
+    /// The revision that serves; empty before the first.
+    pub revision: String,
+    /// What a change is at; `Settled` where none is under way.
+    pub step: Step,
+    /// The changes so far, newest first.
+    pub history: Vec<HistoryEntry>,
     pub processes: Vec<ProcessState>,
 }
 
@@ -64,6 +72,22 @@ pub struct ProcessState {
     pub listen: SocketAddr,
     pub admin: SocketAddr,
     pub ops: SocketAddr,
+}
+
+impl ProcessState {
+    pub fn not_started(slot: &Slot) -> Self {
+        Self {
+            name: slot.name.clone(),
+            role: slot.role,
+            pid: None,
+            ready: false,
+            loading: None,
+            restarts: 0,
+            listen: slot.listen,
+            admin: slot.admin,
+            ops: slot.ops,
+        }
+    }
 }
 
 /// The folder of one running deployment, locked for as long as this value lives.
@@ -112,8 +136,9 @@ impl StateDir {
     }
 
     /// Keeps what is to run, for who looks into it later.
-    pub fn keep_manifest(&self, manifest: &Value) -> std::io::Result<()> {
-        std::fs::write(manifest_file(&self.dir), serde_json::to_vec_pretty(manifest)?)
+    pub fn keep_manifest(&self, name: &str, spec: &PDDeploymentSpec) -> std::io::Result<()> {
+        let manifest = json!({"name": name, "spec": spec});
+        std::fs::write(manifest_file(&self.dir), serde_json::to_vec_pretty(&manifest)?)
     }
 
     /// Replaces the state, whole: a reader sees the old one or the new one.
@@ -197,6 +222,9 @@ mod tests {
             api_keys: true,
             log_dir: None,
             stop_seconds: 10,
+            revision: "5f1c-00".into(),
+            step: Step::Settled,
+            history: Vec::new(),
             processes: vec![ProcessState {
                 name: "prefill-0".into(),
                 role: Role::Prefill,

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Value, json};
+use tandem_crds::status::{HistoryEntry, Step};
 use tandem_wire::proto::engine_client::EngineClient;
 use tandem_wire::proto::{EngineInfo, Knobs, Load, WatchLoadRequest};
 use tokio::time::timeout;
 
-use super::plan::Role;
+use super::slots::Role;
 use super::state::{self, Phase, ProcessState, State};
 use super::{UpError, probe, stack};
 use crate::console::with_causes;
@@ -30,6 +31,12 @@ struct Status {
     pid: u32,
     url: String,
     model: String,
+    /// The revision that serves; empty before the first.
+    revision: String,
+    /// What a change is at; `Settled` where none is under way.
+    step: Step,
+    /// The changes so far, newest first.
+    history: Vec<HistoryEntry>,
     processes: Vec<Process>,
 }
 
@@ -72,6 +79,9 @@ async fn look(state: State) -> Result<Status, UpError> {
         pid: state.pid,
         url,
         model: state.model,
+        revision: state.revision,
+        step: state.step,
+        history: state.history,
         processes,
     })
 }
@@ -157,9 +167,16 @@ fn describe(status: &Status) -> String {
         (Phase::Stopping, _) => "stopping",
     };
     let mut text = format!(
-        "{}: {phase}, process {}, {}, model {}",
-        status.name, status.pid, status.url, status.model
+        "{}: {phase}, process {}, {}, model {}\n  revision {}, step {:?}",
+        status.name, status.pid, status.url, status.model, status.revision, status.step
     );
+    if let Some(last) = status.history.first().filter(|last| !last.failure.is_empty()) {
+        let _ = write!(
+            text,
+            "\n  revision {} was not kept ({:?}): {}",
+            last.revision, last.outcome, last.failure
+        );
+    }
     for process in &status.processes {
         let known = &process.known;
         let pid = known.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());

@@ -1,4 +1,4 @@
-//! All children: started in the order of the plan, stopped in the opposite one.
+//! All children.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,12 +8,11 @@ use tokio::task::JoinHandle;
 
 use super::child::{self, Event, Limits, Order};
 use super::logs::LogFile;
-use super::plan::Process;
+use super::render::Process;
 
 /// The children of this process. Dropping it kills what still runs.
 #[derive(Debug)]
 pub struct Supervisor {
-    limits: Limits,
     children: Vec<Handle>,
     sender: mpsc::Sender<(usize, Event)>,
     events: mpsc::Receiver<(usize, Event)>,
@@ -21,6 +20,7 @@ pub struct Supervisor {
 
 #[derive(Debug)]
 struct Handle {
+    process: watch::Sender<Process>,
     order: watch::Sender<Order>,
     task: JoinHandle<()>,
     ended: bool,
@@ -34,10 +34,9 @@ impl Drop for Handle {
 }
 
 impl Supervisor {
-    pub fn new(limits: Limits) -> Self {
+    pub fn new() -> Self {
         let (sender, events) = mpsc::channel(256);
         Self {
-            limits,
             children: Vec::new(),
             sender,
             events,
@@ -45,24 +44,33 @@ impl Supervisor {
     }
 
     /// Starts a child; its events carry the index returned.
-    pub fn start(&mut self, process: Process, log_dir: Option<&Path>) -> std::io::Result<usize> {
+    pub fn start(&mut self, process: Process, limits: Limits, log_dir: Option<&Path>) -> std::io::Result<usize> {
         let index = self.children.len();
         let log = log_dir.map(|dir| LogFile::open(dir, &process.name)).transpose()?;
         let (order, orders) = watch::channel(Order::Run);
+        let (process, processes) = watch::channel(process);
         let task = tokio::spawn(child::supervise(
             index,
-            process,
-            self.limits,
+            processes,
+            limits,
             log,
             self.sender.clone(),
             orders,
         ));
         self.children.push(Handle {
+            process,
             order,
             task,
             ended: false,
         });
         Ok(index)
+    }
+
+    /// What a child is when it starts again.
+    pub fn redefine(&self, index: usize, process: Process) {
+        if let Some(child) = self.children.get(index) {
+            child.process.send_replace(process);
+        }
     }
 
     /// The next event of any child. Cancelling it loses nothing.
@@ -95,9 +103,9 @@ impl Supervisor {
         self.children.get(index).is_none_or(|child| child.ended)
     }
 
-    /// The longest that stopping one child takes.
-    pub fn stop_bound(limits: Limits) -> Duration {
-        limits.stop + Duration::from_secs(7)
+    /// The longest that stopping children takes that have so long from SIGTERM until SIGKILL.
+    pub fn stop_bound(stop: Duration) -> Duration {
+        stop + Duration::from_secs(7)
     }
 }
 
@@ -110,7 +118,6 @@ mod tests {
     use tokio::time::{Instant, timeout};
 
     use super::super::child::{End, MAX_DEATHS, RestartPolicy};
-    use super::super::plan::Role;
     use super::*;
 
     const LIMITS: Limits = Limits {
@@ -122,12 +129,10 @@ mod tests {
     fn child(script: &str, ops: SocketAddr) -> Process {
         Process {
             name: "decode-0".into(),
-            role: Role::Decode,
             program: "/bin/sh".into(),
             args: vec!["-c".into(), script.into()],
-            listen: SocketAddr::from(([127, 0, 0, 1], 1)),
-            admin: SocketAddr::from(([127, 0, 0, 1], 2)),
             ops,
+            door: None,
         }
     }
 
@@ -177,8 +182,10 @@ mod tests {
             die.display()
         );
         let ops = health(State::Ready);
-        let mut supervisor = Supervisor::new(LIMITS);
-        supervisor.start(child(&script, ops.addr()), Some(dir.path())).unwrap();
+        let mut supervisor = Supervisor::new();
+        supervisor
+            .start(child(&script, ops.addr()), LIMITS, Some(dir.path()))
+            .unwrap();
 
         started(&next_change(&mut supervisor).await);
         assert!(matches!(next_change(&mut supervisor).await, Event::Ready { .. }));
@@ -221,6 +228,20 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_child_that_dies_starts_again_as_it_was_and_not_as_it_should_be() {
+        let ops = health(State::Ready);
+        let mut supervisor = Supervisor::new();
+        let old = child("echo old; while :; do sleep 0.02; done", ops.addr());
+        let index = supervisor.start(old, LIMITS, None).unwrap();
+        let pid = started(&next_change(&mut supervisor).await);
+        assert!(matches!(next_change(&mut supervisor).await, Event::Ready { .. }));
+        supervisor.redefine(index, child("echo new; while :; do sleep 0.02; done", ops.addr()));
+        // SAFETY: a child of this test's; a signal has no other effect.
+        assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
+        said(&mut supervisor, "new").await;
+    }
+
+    #[tokio::test]
     async fn a_child_that_never_was_ready_is_not_restarted() {
         let ops = health(State::Loading { percent: 40 });
         let dir = tempfile::tempdir().unwrap();
@@ -229,8 +250,8 @@ mod tests {
             "while [ ! -e {0} ]; do sleep 0.02; done; echo error: no such model >&2; exit 3",
             die.display()
         );
-        let mut supervisor = Supervisor::new(LIMITS);
-        supervisor.start(child(&script, ops.addr()), None).unwrap();
+        let mut supervisor = Supervisor::new();
+        supervisor.start(child(&script, ops.addr()), LIMITS, None).unwrap();
         started(&next_change(&mut supervisor).await);
         let said = next_change(&mut supervisor).await;
         assert!(
@@ -256,11 +277,14 @@ mod tests {
         let ops = health(State::Waiting {
             reason: "no engine".into(),
         });
-        let mut supervisor = Supervisor::new(Limits {
+        let mut supervisor = Supervisor::new();
+        let limits = Limits {
             startup: Duration::from_millis(300),
             ..LIMITS
-        });
-        supervisor.start(child("exec sleep 1000", ops.addr()), None).unwrap();
+        };
+        supervisor
+            .start(child("exec sleep 1000", ops.addr()), limits, None)
+            .unwrap();
         let pid = started(&next_change(&mut supervisor).await);
         let said = next_change(&mut supervisor).await;
         assert!(
@@ -283,12 +307,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_program_that_does_not_exist_is_named() {
-        let mut supervisor = Supervisor::new(LIMITS);
+        let mut supervisor = Supervisor::new();
         let process = Process {
             program: "/nowhere/tandem-engine".into(),
             ..child("", ([127, 0, 0, 1], 1).into())
         };
-        supervisor.start(process, None).unwrap();
+        supervisor.start(process, LIMITS, None).unwrap();
         let event = next_change(&mut supervisor).await;
         let Event::GaveUp { end, .. } = event else {
             panic!("{event:?}")
@@ -299,9 +323,9 @@ mod tests {
     #[tokio::test]
     async fn stopping_lets_a_child_finish_and_shows_what_it_says() {
         let ops = health(State::Ready);
-        let mut supervisor = Supervisor::new(LIMITS);
+        let mut supervisor = Supervisor::new();
         let script = "trap 'echo drained; exit 0' TERM; echo up; while :; do sleep 0.02; done";
-        supervisor.start(child(script, ops.addr()), None).unwrap();
+        supervisor.start(child(script, ops.addr()), LIMITS, None).unwrap();
         said(&mut supervisor, "up").await;
         supervisor.order(0, Order::Stop);
         let mut lines = Vec::new();
@@ -325,8 +349,9 @@ mod tests {
             (Duration::from_millis(300), Order::Stop),
             (Duration::from_mins(5), Order::Kill),
         ] {
-            let mut supervisor = Supervisor::new(Limits { stop: limit, ..LIMITS });
-            supervisor.start(child(deaf, ops.addr()), None).unwrap();
+            let mut supervisor = Supervisor::new();
+            let limits = Limits { stop: limit, ..LIMITS };
+            supervisor.start(child(deaf, ops.addr()), limits, None).unwrap();
             let pid = started(&next_change(&mut supervisor).await);
             said(&mut supervisor, "up").await;
             supervisor.order(0, Order::Stop);

@@ -19,6 +19,7 @@ metadata: {name: chat}
 spec:
   model: {name: tiny-chat, source: {pvc: {claimName: models, path: tiny/model.gguf}}}
   timeouts: {startupSeconds: 30, stallSeconds: 1, inflightWatchdogSeconds: 2, drainSeconds: 10}
+  rollout: {gates: {health: {mode: Off}, probe: {mode: Off}}}
 ";
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -498,6 +499,33 @@ fn keys_and_certificates_that_cannot_be_used_are_refused_before_a_process_starts
         text.contains("-H \"authorization: Bearer $OPENAI_API_KEY\"") && !text.contains("sk-0"),
         "{text}"
     );
+}
+
+#[test]
+fn an_edit_takes_a_router_away_before_another_serves() {
+    let place = Place::new();
+    let child = place.up(&[]).spawn().unwrap();
+    let first = place.state(ready);
+    place.manifest(&MANIFEST.replace("timeouts:", "router: {pod: {annotations: {change: a}}}\n  timeouts:"));
+    let second = place.state(|state| {
+        let promoted = |one: &Value| one["outcome"] == "Promoted";
+        let history = state["history"].as_array().unwrap();
+        state["step"] == "Settled" && history.len() == 2 && history.iter().all(promoted)
+    });
+    for engine in [0, 1] {
+        assert_eq!(pid(&first, engine), pid(&second, engine));
+    }
+    assert_eq!(first["http"], second["http"]);
+    gone(pid(&first, 2));
+    let mut of_routers = place.events();
+    of_routers.retain(|line| line.starts_with("router"));
+    let words: Vec<&str> = of_routers.iter().filter_map(|line| line.split(' ').nth(1)).collect();
+    assert_eq!(words, ["started", "started", "stopped"]);
+    kill("-TERM", child.id().into());
+    let text = stderr(&end(child));
+    for words in ["chat.yaml was edited: target ", "Step Router: ", "Rollout Promoted: "] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod capture;
 mod connections;
 mod differential;
 mod docs;
+mod edits;
 mod fixtures;
 mod forward;
 mod freeze;

@@ -24,10 +24,23 @@ impl Up {
     }
 
     pub fn launch_logging(filter: &str, flags: &[&str]) -> Self {
+        Self::launch_file(filter, flags, None)
+    }
+
+    /// With a copy of the example that can be edited, changed by `edit`.
+    pub fn launch_edited(edit: &[(String, String)]) -> Self {
+        Self::launch_file("info", &[], Some(&edited(edit)))
+    }
+
+    fn launch_file(filter: &str, flags: &[&str], manifest: Option<&str>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let http = free_port();
         let claim = claim(folder.path());
         let mut args = arguments(&claim, folder.path(), http);
+        if let Some(manifest) = manifest {
+            args[2] = folder.path().join(MANIFEST).display().to_string();
+            std::fs::write(&args[2], manifest).expect("a manifest");
+        }
         args.extend(flags.iter().map(ToString::to_string));
         Self {
             process: Process::start_logging(filter, "tandem", &bin("tandem"), &args),
@@ -36,7 +49,41 @@ impl Up {
         }
     }
 
-    fn state(&self) -> Option<Value> {
+    /// Replaces the manifest, as editors do, by the example with these parts replaced.
+    pub fn edit(&self, edit: &[(String, String)]) {
+        let (new, path) = (self.folder.path().join("new"), self.folder.path().join(MANIFEST));
+        std::fs::write(&new, edited(edit)).expect("a manifest");
+        std::fs::rename(new, path).expect("in its place");
+    }
+
+    /// The processes that `tandem up` runs at this moment.
+    pub fn processes(&self) -> Vec<i32> {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.process.pid())).expect("its threads");
+        let children = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("children")).ok());
+        let children: Vec<String> = children.collect();
+        let pids = children.iter().flat_map(|children| children.split_whitespace());
+        pids.filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// As Ctrl-C.
+    pub fn interrupt(&self) {
+        self.process.signal(libc::SIGINT);
+    }
+
+    pub async fn ended(&mut self, limit: Duration) -> std::process::ExitStatus {
+        self.process.wait(limit).await
+    }
+
+    /// The folder that the claim is.
+    pub fn models(&self) -> PathBuf {
+        self.folder.path().join("models/smollm2")
+    }
+
+    pub fn log(&self) -> String {
+        self.process.log()
+    }
+
+    pub fn state(&self) -> Option<Value> {
         serde_json::from_slice(&std::fs::read(self.folder.path().join("state/state.json")).ok()?).ok()
     }
 
@@ -62,12 +109,24 @@ impl Up {
         .await
     }
 
-    async fn asks(&self) -> u16 {
+    pub async fn asks(&self) -> u16 {
         let body = serde_json::json!({"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8});
         let url = format!("http://127.0.0.1:{}/v1/completions", self.http);
         let answer = probe::http().post(url).json(&body).send().await;
         answer.map_or(0, |answer| answer.status().as_u16())
     }
+}
+
+const MANIFEST: &str = "manifest.yaml";
+
+/// The example with parts replaced.
+fn edited(edit: &[(String, String)]) -> String {
+    let mut text = std::fs::read_to_string(root().join("examples/smollm2.yaml")).expect("the example");
+    for (old, new) in edit {
+        assert!(text.contains(old), "the example has no {old:?}");
+        text = text.replacen(old.as_str(), new, 1);
+    }
+    text
 }
 
 /// A claim's folder with the model where the example looks for it.
@@ -104,7 +163,7 @@ fn refused(args: &[String]) -> String {
 }
 
 /// The pid of a process of the stack.
-fn pid(state: &Value, name: &str) -> i32 {
+pub fn pid(state: &Value, name: &str) -> i32 {
     let processes = state["processes"].as_array().expect("processes");
     let process = processes.iter().find(|process| process["name"] == name).expect(name);
     i32::try_from(process["pid"].as_i64().expect("a pid")).expect("a pid")

@@ -16,7 +16,7 @@ use crate::gates::{self, Verdict, later};
 use crate::intents::{Plan, ProbeOrder, Traffic};
 use crate::moves::{Desired, has_outage};
 use crate::revision::{Revision, restarted_by, target_of};
-use crate::world::{Input, Workload};
+use crate::world::{Input, Pod, Trouble, Workload};
 
 /// In the order in which they move.
 pub const ENGINES: [Role; 2] = [Role::Prefill, Role::Decode];
@@ -208,6 +208,12 @@ impl<'a> Machine<'a> {
             self.fail(&format!("not done by its deadline, at step {:?}", rollout.step));
             return;
         }
+        if rollout.direction == Direction::Forward
+            && let Some(why) = self.gave_up(goal)
+        {
+            self.fail(&why);
+            return;
+        }
         self.wake(deadline);
         let step = self.towards(goal, &rollout);
         match step {
@@ -217,6 +223,20 @@ impl<'a> Machine<'a> {
             Step::Settled => {}
             step => self.enter(step),
         }
+    }
+
+    /// Why a pod of this revision will never serve, where one has ended for good.
+    fn gave_up(&self, goal: &Revision) -> Option<String> {
+        let of_goal = |pod: &&Pod| pod.revision == goal.hash(pod.role) && !pod.terminating;
+        let mut troubles = self
+            .input
+            .world
+            .pods
+            .iter()
+            .filter(of_goal)
+            .filter_map(|pod| pod.trouble.as_ref());
+        let last = troubles.find(|trouble| trouble.reason == Trouble::GAVE_UP)?;
+        Some(last.message.clone())
     }
 
     /// Everything is as it should be, or is brought back to that.

@@ -169,6 +169,11 @@ pub struct Trouble {
     pub message: String,
 }
 
+impl Trouble {
+    /// The reason of a pod that has ended for good: nobody starts it again.
+    pub const GAVE_UP: &str = "GaveUp";
+}
+
 /// What a probe found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probe {

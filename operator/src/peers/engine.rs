@@ -9,9 +9,7 @@ use tandem_wire::reason::meaning;
 use tonic::transport::Endpoint;
 use tonic::{Code, Request, Status};
 
-use super::{PeerError, authority};
-use crate::observe::pod::PodFacts;
-use crate::render::ports::{ADMIN, CONTROL};
+use super::{PeerError, Target};
 
 /// What an engine says of itself.
 #[derive(Debug, Clone)]
@@ -29,9 +27,9 @@ pub struct Info {
 }
 
 /// Asks an engine about itself.
-pub async fn info(pod: &PodFacts) -> Result<Info, PeerError> {
-    let refused = |reason: String| PeerError::refused(pod, "get_info", reason, false);
-    let mut client = EngineClient::new(dial(pod, CONTROL).map_err(refused)?);
+pub async fn info(target: &Target) -> Result<Info, PeerError> {
+    let refused = |reason: String| PeerError::refused(target, "get_info", reason, false);
+    let mut client = EngineClient::new(dial(&target.control).map_err(refused)?);
     let info: EngineInfo = client
         .get_info(GetInfoRequest {})
         .await
@@ -63,9 +61,9 @@ fn handoffs(said: &proto::Handoffs) -> Handoffs {
 }
 
 /// Tells an engine its knobs; what it has in effect then.
-pub async fn set_knobs(pod: &PodFacts, info: &Info, token: &str, knobs: Knobs) -> Result<Info, PeerError> {
-    let refused = |reason: String, token| PeerError::refused(pod, "set_knobs", reason, token);
-    let mut client = AdminClient::new(dial(pod, ADMIN).map_err(|reason| refused(reason, false))?);
+pub async fn set_knobs(target: &Target, info: &Info, token: &str, knobs: Knobs) -> Result<Info, PeerError> {
+    let refused = |reason: String, token| PeerError::refused(target, "set_knobs", reason, token);
+    let mut client = AdminClient::new(dial(&target.admin).map_err(|reason| refused(reason, false))?);
     let mut request = Request::new(SetKnobsRequest {
         boot_id: info.boot_id.clone().into(),
         knobs: Some(knobs),
@@ -82,8 +80,8 @@ pub async fn set_knobs(pod: &PodFacts, info: &Info, token: &str, knobs: Knobs) -
 }
 
 /// The connection is made by the first call, within that call's deadline.
-fn dial(pod: &PodFacts, port: u16) -> Result<tonic::transport::Channel, String> {
-    let endpoint = Endpoint::from_shared(format!("http://{}", authority(pod, port)));
+fn dial(authority: &str) -> Result<tonic::transport::Channel, String> {
+    let endpoint = Endpoint::from_shared(format!("http://{authority}"));
     Ok(endpoint.map_err(|error| error.to_string())?.connect_lazy())
 }
 

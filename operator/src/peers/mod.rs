@@ -22,6 +22,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::metrics::Metrics;
 use crate::observe::pod::PodFacts;
+use crate::render::ports::{ADMIN, CONTROL};
 
 /// One call.
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -126,14 +127,18 @@ impl Peers {
 
     /// Asks a pod's process about itself.
     pub async fn ask(&self, pod: &PodFacts, token: &str) -> (Known, Option<PeerError>) {
+        let target = pod.into();
         let asked = match pod.role {
             Some(Role::Router) => {
                 let info = self
-                    .call(pod, "get_traffic", router::info(&self.http, pod, token))
+                    .call(pod, "get_traffic", router::info(&self.http, &target, token))
                     .await;
                 info.map(Facts::Router)
             }
-            _ => self.call(pod, "get_info", engine::info(pod)).await.map(Facts::Engine),
+            _ => self
+                .call(pod, "get_info", engine::info(&target))
+                .await
+                .map(Facts::Engine),
         };
         let (facts, error) = match asked {
             Ok(facts) => (Some(facts), None),
@@ -151,7 +156,7 @@ impl Peers {
         knobs: tandem_wire::proto::Knobs,
     ) -> Result<Known, PeerError> {
         let told = self
-            .call(pod, "set_knobs", engine::set_knobs(pod, info, token, knobs))
+            .call(pod, "set_knobs", engine::set_knobs(&pod.into(), info, token, knobs))
             .await?;
         Ok(Known::of(pod, Some(Facts::Engine(told))))
     }
@@ -164,7 +169,8 @@ impl Peers {
         token: &str,
         knobs: &router::Knobs,
     ) -> Result<Known, PeerError> {
-        let set = router::set_knobs(&self.http, pod, token, knobs);
+        let target = pod.into();
+        let set = router::set_knobs(&self.http, &target, token, knobs);
         let told = self.call(pod, "set_router_knobs", set).await?;
         let info = router::Info {
             knobs: told,
@@ -181,7 +187,8 @@ impl Peers {
         token: &str,
         order: &router::Order,
     ) -> Result<Known, PeerError> {
-        let set = router::set_traffic(&self.http, pod, token, order);
+        let target = pod.into();
+        let set = router::set_traffic(&self.http, &target, token, order);
         let traffic = self.call(pod, "set_traffic", set).await?;
         let info = router::Info {
             traffic,
@@ -193,7 +200,7 @@ impl Peers {
 
     /// Runs a completion through a router. It may take as long as `limit`.
     pub async fn probe(&self, pod: &PodFacts, token: &str, limit: Duration) -> Result<router::Probed, PeerError> {
-        let probed = router::probe(&self.http, pod, token, limit).await;
+        let probed = router::probe(&self.http, &pod.into(), token, limit).await;
         self.metrics.called("probe", probed.is_ok());
         probed
     }
@@ -218,9 +225,9 @@ impl Peers {
 }
 
 impl PeerError {
-    fn refused(pod: &PodFacts, call: &'static str, reason: String, token: bool) -> Self {
+    fn refused(target: &Target, call: &'static str, reason: String, token: bool) -> Self {
         Self::Refused {
-            pod: pod.name.clone(),
+            pod: target.name.clone(),
             call,
             reason,
             token,
@@ -233,12 +240,31 @@ impl PeerError {
     }
 }
 
-/// An address with a port, as a URL takes it.
-fn authority(pod: &PodFacts, port: u16) -> String {
-    let ip = pod.ip.as_deref().unwrap_or_default();
-    if ip.contains(':') {
-        format!("[{ip}]:{port}")
-    } else {
-        format!("{ip}:{port}")
+/// Where a process is asked and told.
+#[derive(Debug, Clone)]
+pub struct Target {
+    /// For people.
+    pub name: String,
+    /// An engine's control port, as HOST:PORT.
+    pub control: String,
+    /// The admin port, as HOST:PORT.
+    pub admin: String,
+}
+
+impl From<&PodFacts> for Target {
+    fn from(pod: &PodFacts) -> Self {
+        let ip = pod.ip.as_deref().unwrap_or_default();
+        let at = |port: u16| {
+            if ip.contains(':') {
+                format!("[{ip}]:{port}")
+            } else {
+                format!("{ip}:{port}")
+            }
+        };
+        Self {
+            name: pod.name.clone(),
+            control: at(CONTROL),
+            admin: at(ADMIN),
+        }
     }
 }

@@ -9,9 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tandem_plan::{Clients, Evidence, Traffic};
 
-use super::{PeerError, authority};
-use crate::observe::pod::PodFacts;
-use crate::render::ports::ADMIN;
+use super::{PeerError, Target};
 
 /// A router's answer has at most this many bytes.
 const MAX_ANSWER: usize = 64 * 1024;
@@ -144,11 +142,20 @@ struct Endpoint {
 impl Endpoints {
     /// Whether it may send requests to the engine of this address.
     pub fn knows(&self, ip: &str) -> bool {
-        let is_it = |one: &&Endpoint| {
-            let host = one.endpoint.rsplit_once(':').map_or("", |(host, _)| host);
+        self.finds(|endpoint| {
+            let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host);
             host.trim_matches(['[', ']']) == ip
-        };
-        self.endpoints.iter().find(is_it).is_some_and(|one| one.state != "down")
+        })
+    }
+
+    /// The same of an engine among several of one address: HOST:PORT.
+    pub fn knows_port(&self, endpoint: &str) -> bool {
+        self.finds(|one| one == endpoint)
+    }
+
+    fn finds(&self, is_it: impl Fn(&str) -> bool) -> bool {
+        let found = self.endpoints.iter().find(|one| is_it(&one.endpoint));
+        found.is_some_and(|one| one.state != "down")
     }
 }
 
@@ -184,13 +191,13 @@ pub struct Info {
 }
 
 /// Asks a router about itself.
-pub async fn info(http: &reqwest::Client, pod: &PodFacts, token: &str) -> Result<Info, PeerError> {
+pub async fn info(http: &reqwest::Client, target: &Target, token: &str) -> Result<Info, PeerError> {
     let at = Timestamp::now();
-    let traffic = call(http, pod, token, Method::GET, "traffic", None).await?;
-    let knobs = call(http, pod, token, Method::GET, "knobs", None).await?;
+    let traffic = call(http, target, token, Method::GET, "traffic", None).await?;
+    let knobs = call(http, target, token, Method::GET, "knobs", None).await?;
     // A router that is older, and has no such path, is served all the same.
-    let seen = call(http, pod, token, Method::GET, "evidence", None).await;
-    let endpoints = call(http, pod, token, Method::GET, "endpoints", None).await;
+    let seen = call(http, target, token, Method::GET, "evidence", None).await;
+    let endpoints = call(http, target, token, Method::GET, "endpoints", None).await;
     Ok(Info {
         endpoints: endpoints.ok(),
         traffic,
@@ -203,16 +210,21 @@ pub async fn info(http: &reqwest::Client, pod: &PodFacts, token: &str) -> Result
 /// Tells a router what to do with new requests.
 pub async fn set_traffic(
     http: &reqwest::Client,
-    pod: &PodFacts,
+    target: &Target,
     token: &str,
     order: &Order,
 ) -> Result<Told, PeerError> {
-    call(http, pod, token, Method::POST, "traffic", Some(json!(order))).await
+    call(http, target, token, Method::POST, "traffic", Some(json!(order))).await
 }
 
 /// Tells a router its knobs; all that are in effect then.
-pub async fn set_knobs(http: &reqwest::Client, pod: &PodFacts, token: &str, knobs: &Knobs) -> Result<Knobs, PeerError> {
-    call(http, pod, token, Method::POST, "knobs", Some(json!(knobs))).await
+pub async fn set_knobs(
+    http: &reqwest::Client,
+    target: &Target,
+    token: &str,
+    knobs: &Knobs,
+) -> Result<Knobs, PeerError> {
+    call(http, target, token, Method::POST, "knobs", Some(json!(knobs))).await
 }
 
 /// What a completion through a router was found to be.
@@ -233,14 +245,14 @@ pub struct Probed {
 }
 
 /// Runs a completion on a prompt that nobody has seen, past the order that holds others back.
-pub async fn probe(http: &reqwest::Client, pod: &PodFacts, token: &str, limit: Duration) -> Result<Probed, PeerError> {
+pub async fn probe(http: &reqwest::Client, target: &Target, token: &str, limit: Duration) -> Result<Probed, PeerError> {
     let body = json!({"timeout_ms": limit.as_millis() as u64});
-    let called = call(http, pod, token, Method::POST, "probe", Some(body));
+    let called = call(http, target, token, Method::POST, "probe", Some(body));
     // The router ends it by itself; its answer still has to come.
     match tokio::time::timeout(limit + super::DEADLINE, called).await {
         Ok(result) => result,
         Err(_) => Err(PeerError::Silent {
-            pod: pod.name.clone(),
+            pod: target.name.clone(),
             call: "probe",
         }),
     }
@@ -248,14 +260,14 @@ pub async fn probe(http: &reqwest::Client, pod: &PodFacts, token: &str, limit: D
 
 async fn call<T: DeserializeOwned>(
     http: &reqwest::Client,
-    pod: &PodFacts,
+    target: &Target,
     token: &str,
     method: Method,
     name: &'static str,
     body: Option<Value>,
 ) -> Result<T, PeerError> {
-    let refused = |reason: String, token| PeerError::refused(pod, name, reason, token);
-    let url = format!("http://{}/admin/{name}", authority(pod, ADMIN));
+    let refused = |reason: String, token| PeerError::refused(target, name, reason, token);
+    let url = format!("http://{}/admin/{name}", target.admin);
     let mut request = http.request(method, url).bearer_auth(token);
     if let Some(body) = body {
         request = request.json(&body);

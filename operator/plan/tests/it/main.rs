@@ -9,11 +9,11 @@ mod properties;
 mod sim;
 
 use sim::{Node, Sim};
-use tandem_crds::status::{Outcome, Step};
+use tandem_crds::status::{Direction, Outcome, Step};
 use tandem_crds::{
     Approval, EngineRole, Model, ModelSource, OnFailure, PDDeploymentSpec, PvcSource, RestartRoles, Role, Timeouts,
 };
-use tandem_plan::{Traffic, target_of};
+use tandem_plan::{Traffic, Trouble, target_of};
 
 /// 4 + 4 GPUs of a budget of 8.
 pub fn spec() -> PDDeploymentSpec {
@@ -344,6 +344,39 @@ fn a_failed_change_goes_back_to_the_same_workloads_and_is_not_tried_again() {
         ready(&sim);
         assert_eq!(target_of(&sim.status.revisions.running), target_of(&target));
     }
+}
+
+#[test]
+fn a_pod_that_has_ended_for_good_is_waited_for_until_the_deadline() {
+    let mut sim = settled(spec());
+    let running = sim.status.revisions.running.clone();
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    let hash = |sim: &Sim| sim.revisions.last().unwrap().hash(Role::Decode).to_owned();
+    let ended = (0..100).any(|_| {
+        sim.reconcile(usize::MAX);
+        sim.tick();
+        let hash = hash(&sim);
+        let new = sim.world.pods.iter_mut().find(|pod| pod.revision == hash);
+        let Some(pod) = new else { return false };
+        (pod.ready, pod.trouble) = (
+            false,
+            Some(Trouble {
+                reason: Trouble::GAVE_UP.into(),
+                message: "exit code 1".into(),
+            }),
+        );
+        true
+    });
+    assert!(ended);
+    let plan = sim.plan();
+    let rollout = plan.status.rollout.unwrap();
+    assert_eq!(
+        (rollout.direction, rollout.failure.as_str()),
+        (Direction::Revert, "exit code 1")
+    );
+    assert!(sim.rest(200), "{:#?}", sim.status);
+    assert_eq!(sim.status.revisions.running, running);
+    assert_eq!(sim.status.history[0].outcome, Outcome::Reverted);
 }
 
 #[test]
