@@ -257,11 +257,7 @@ impl<'a> Facts<'a> {
                 continue;
             }
             probed.notes.push(*note);
-            match probe.connection {
-                Kept::Fresh => probed.fresh = true,
-                Kept::Reused => probed.reused |= probe.reused == Some(true),
-            }
-            probed.moved_kv |= moved_kv(probe);
+            probed.all.push(probe);
             let well = passed(probe).is_some_and(|total_ms| total_ms < self.stuck_ms);
             probed.slowest_ms = probed.slowest_ms.max(passed(probe).unwrap_or(0));
             if !well && self.waits_its_turn(probe) {
@@ -378,13 +374,9 @@ pub struct Probed<'a> {
     pub waits: bool,
     /// Of those that passed.
     pub slowest_ms: u64,
-    /// Some came on a connection of their own …
-    pub fresh: bool,
-    /// … and some on one that another had come on before.
-    pub reused: bool,
-    /// KV was moved for some.
-    pub moved_kv: bool,
-    /// All of them.
+    /// All of them …
+    pub all: Vec<&'a Probe>,
+    /// … and their observations.
     pub notes: Vec<Note>,
 }
 
@@ -405,16 +397,27 @@ impl Probed<'_> {
         self.fine() && passed(outer).is_none_or(|total_ms| total_ms / 2 >= self.slowest_ms)
     }
 
-    /// That, in words, of a way that HTTP connections take.
+    /// Was KV moved for one of them? A decode that reads the prompt by itself passes prefill by.
+    pub fn moved_kv(&self) -> bool {
+        self.all.iter().any(|probe| match &probe.outcome {
+            Outcome::Passed { spent_ms, .. } => spent_ms.get("transfer").is_some_and(|ms| *ms > 0.0),
+            _ => false,
+        })
+    }
+
+    /// That nothing is wrong, in words, of a way that HTTP connections take.
     pub fn well_on_connections(&self) -> String {
-        self.well(match (self.fresh, self.reused) {
+        let fresh = self.all.iter().any(|probe| probe.connection == Kept::Fresh);
+        // one that was meant to be kept alive may not have been
+        let reused = self.all.iter().any(|probe| probe.reused == Some(true));
+        self.well(match (fresh, reused) {
             (true, true) => "on fresh and on reused connections",
             (false, true) => "on reused connections",
             (_, false) => "on fresh connections",
         })
     }
 
-    /// That, in words. `how`: on which way.
+    /// The same of any way. `how`: on which.
     pub fn well(&self, how: &str) -> String {
         let turn = if self.waits {
             ", or wait for their turn at an engine that is full and steps"
@@ -422,14 +425,6 @@ impl Probed<'_> {
             ""
         };
         format!("probes pass {how}{turn}")
-    }
-}
-
-/// Was KV moved for it? A decode that reads the prompt by itself passes prefill by.
-fn moved_kv(probe: &Probe) -> bool {
-    match &probe.outcome {
-        Outcome::Passed { spent_ms, .. } => spent_ms.get("transfer").is_some_and(|ms| *ms > 0.0),
-        _ => false,
     }
 }
 

@@ -32,18 +32,15 @@ pub fn summary(facts: &Facts<'_>, client_path: &Opinion) -> Vec<String> {
         let steps: Vec<u64> = moving.map(|wait| facts.step_ms(wait)).collect();
         let still = steps.iter().filter(|ms| **ms >= facts.stuck_ms).count() as u64;
         let seen = facts.waits.len() as u64;
-        let mut line = format!("{} in flight", count(clients.in_flight, "request"));
         // the router names those that have been in their state for longest
-        if seen < clients.in_flight {
-            line.push_str(&format!(", of {seen} that are named"));
-        }
-        if let Some(oldest) = steps.into_iter().max().map(Seconds) {
-            line.push_str(&match still {
-                0 => format!(", all progressing (oldest step {oldest})"),
-                still => format!(", {still} of them without a step (oldest step {oldest})"),
-            });
-        }
-        lines.push(line);
+        let named = (seen < clients.in_flight).then(|| format!(", of {seen} that are named"));
+        let moving = steps.into_iter().max().map(Seconds).map(|oldest| match still {
+            0 => format!(", all progressing (oldest step {oldest})"),
+            still => format!(", {still} of them without a step (oldest step {oldest})"),
+        });
+        let in_flight = count(clients.in_flight, "request");
+        let (named, moving) = (named.unwrap_or_default(), moving.unwrap_or_default());
+        lines.push(format!("{in_flight} in flight{named}{moving}"));
         for engine in facts.engines.iter().filter(|engine| engine.busy) {
             lines.push(format!(
                 "{} {} is full and steps: others wait for their turn",

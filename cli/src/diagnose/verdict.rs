@@ -11,7 +11,7 @@
 
 use serde::Serialize;
 
-use super::facts::{Condition, EngineFacts, Facts, Probed, passed, spent_most};
+use super::facts::{Condition, EngineFacts, Facts, Probed, spent_most};
 use super::observation::{Note, Notes, Observation, Seconds};
 use super::record::{ANSWERED, Outcome, Probe, Record, Side, Way};
 use super::summary::summary;
@@ -476,7 +476,7 @@ fn exclude_by(facts: &Facts<'_>, ways: &[Way], case: &mut Case) {
     let by_kv = matches!(case.layer, Layer::Prefill | Layer::Transfer);
     // whoever asks the router leaves it to decode whether it reads the prompt by itself
     let goes = |(way, probed): &(Way, Probed<'_>)| {
-        probed.measured() && (*way == Way::Pair || !by_kv || !probed.fine() || probed.moved_kv)
+        probed.measured() && (*way == Way::Pair || !by_kv || !probed.fine() || probed.moved_kv())
     };
     let ways = ways.iter().map(|way| (*way, facts.way(*way)));
     match ways.into_iter().find(goes).map(|(_, probed)| probed) {
@@ -507,7 +507,7 @@ fn both_legs(facts: &Facts<'_>, layer: &str, text: &str, case: &mut Case) {
         let by = [vec![note], alone.notes.clone()].concat();
         match at(&probe.outcome) {
             Some(at) if at == layer && refuses(probe) => {
-                case.unclear("it drains, and takes no probe of both legs", by, DRAINED)
+                case.unclear("it drains, and takes no probe of both legs", by, DRAINED);
             }
             Some(at) if at == layer => case.points(text, by),
             Some(_) => {}

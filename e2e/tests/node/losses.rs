@@ -171,6 +171,12 @@ fn a_lost_node_of(role: Role, purpose: &'static str) {
         })
         .await;
         println!("{role:?}: it serves again {again:.0?} after that");
+        // Few failures among many that finish, and not before a minute is over.
+        stage
+            .until("hand-offs are seen to finish again", |chat| {
+                is(chat, "TransferHealthy") == "True"
+            })
+            .await;
         let requests = load.stop().await;
         judge(&requests);
         let longest = requests.iter().map(|one| one.took).max().unwrap_or_default();
@@ -180,11 +186,6 @@ fn a_lost_node_of(role: Role, purpose: &'static str) {
             "{role:?}: {} requests, {refused} refused, {failed} cut off with an error event, the longest took {longest:.0?}",
             requests.len()
         );
-        stage
-            .until("hand-offs are seen to finish again", |chat| {
-                is(chat, "TransferHealthy") == "True"
-            })
-            .await;
         drop(lost);
         stage.remove().await;
     });

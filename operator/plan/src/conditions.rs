@@ -56,8 +56,8 @@ enum Pace {
     AtOnce,
     /// To False at once; else it turns at most once in [`AT_MOST_EVERY`].
     Damped,
-    /// Likewise, save from Unknown; and it says what turned it until it turns again, for the numbers of a measurement always
-    /// move.
+    /// Likewise, save from Unknown; and it says what gave it its reason for as long as that is the reason, for the numbers of a
+    /// measurement always move.
     Measured,
 }
 
@@ -96,7 +96,7 @@ fn set(machine: &mut Machine<'_>, type_: &str, (status, reason, message): Told, 
         return;
     }
     old.observed_generation = Some(machine.input.generation);
-    if pace == Pace::Measured && old.status == status {
+    if pace == Pace::Measured && old.status == status && old.reason == reason {
         return;
     }
     if old.status != status {

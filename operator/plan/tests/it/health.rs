@@ -216,6 +216,18 @@ fn what_is_measured_over_and_over_is_written_over_and_over() {
     sim.now += 1;
     says(&mut sim, &handoffs(99, 5, 64, 5));
     assert_eq!(told(&sim).0, "False", "what is wrong is told at once");
+    let decodes = sim.world.pods.iter_mut().filter(|pod| pod.role == Role::Decode);
+    decodes.for_each(|pod| pod.ready = false);
+    sim.reconcile(usize::MAX);
+    assert_eq!(
+        told(&sim),
+        ("False".into(), "no decode pod is ready".into()),
+        "another reason"
+    );
+    let decodes = sim.world.pods.iter_mut().filter(|pod| pod.role == Role::Decode);
+    decodes.for_each(|pod| pod.ready = true);
+    sim.reconcile(usize::MAX);
+    assert!(told(&sim).1.contains("hand-offs failed"), "{:?}", told(&sim));
     assert_eq!(sim.condition("Ready"), "True", "it informs, and blocks nothing");
 }
 
