@@ -142,8 +142,7 @@ impl Rig {
         told.expect("SetKnobs");
     }
 
-    /// Pages, requests, hand-offs, streams, tasks, descriptors and threads are what they were, of the engines and of the router, which
-    /// ends.
+    /// Pages, requests, hand-offs, streams, tasks and descriptors are what they were, of the engines and of the router, which ends.
     pub async fn settled(&self, mut front: Front) {
         tokio::join!(self.prefill.idle(SETTLE), self.decode.idle(SETTLE));
         for engine in [&self.prefill, &self.decode] {
@@ -181,14 +180,12 @@ impl Rig {
 struct Levels {
     tasks: usize,
     fds: usize,
-    threads: usize,
 }
 
 impl Levels {
     const ANY: Self = Self {
         tasks: usize::MAX,
         fds: usize::MAX,
-        threads: usize::MAX,
     };
 
     async fn of_engine(engine: &Engine) -> Self {
@@ -199,13 +196,12 @@ impl Levels {
         Self {
             tasks: metrics.sum("tandem_runtime_tasks", &[]) as usize,
             fds: process.fds(),
-            threads: process.threads(),
         }
     }
 
     /// What is more than `before`.
     fn beyond(self, before: Self) -> Option<String> {
-        let beyond = self.tasks > before.tasks || self.fds > before.fds || self.threads > before.threads;
+        let beyond = self.tasks > before.tasks || self.fds > before.fds;
         beyond.then(|| format!("{self:?}, before {before:?}"))
     }
 }
@@ -225,10 +221,8 @@ impl Front {
         url.trim_start_matches("http://").parse().expect("an address")
     }
 
-    /// Its threads aside: those that tokenize stay for a while, for the next.
     async fn levels_now(&self) -> Levels {
-        let levels = Levels::of(&self.router.process, &self.router.metrics().await);
-        Levels { threads: 0, ..levels }
+        Levels::of(&self.router.process, &self.router.metrics().await)
     }
 
     /// `/admin/connections`.
