@@ -168,7 +168,7 @@ def binaries(faults: bool) -> dict[str, pathlib.Path]:
     return {name: ROOT / "target" / "release" / (FAULTY.get(name, name) if faults else name) for name in BINARIES}
 
 
-def prebuilt(faults: bool) -> pathlib.Path:
+def prebuilt(faults: bool = False) -> pathlib.Path:
     """A context with this machine's binaries, without what only a debugger reads."""
     context = OUT / "context"
     shutil.rmtree(context, ignore_errors=True)
