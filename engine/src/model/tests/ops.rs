@@ -131,13 +131,13 @@ fn every_buffer_is_made_while_loading() {
         for events in logs {
             let events = events.lock();
             let allocated = events.iter().filter(|e| matches!(e, Event::Alloc(_))).count();
-            assert_eq!(allocated, 20);
+            assert_eq!(allocated, 19);
             let logits = Event::Alloc(BufferShape::F32 { rows: 24, cols: 104 });
             assert!(events.contains(&logits), "{events:?}");
             // heads and inner columns are cut
-            let inner = Event::Alloc(BufferShape::F32 {
+            let inner = Event::Alloc(BufferShape::Activation {
                 rows: 256,
-                cols: 128 / ranks,
+                k: 128 / ranks,
             });
             assert!(events.contains(&inner), "{events:?}");
         }
