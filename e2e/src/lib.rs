@@ -6,6 +6,7 @@
 //! | [`stack`] | an engine and a router, started with short timers on free ports and waited for |
 //! | [`client`] | `Generate` against an engine, and requests to the router |
 //! | [`visitor`] | clients that keep one connection, or do not read |
+//! | [`planting`] | the faults that `tandem diagnose` has to find, and how each is planted |
 //! | [`proxy`] | a TLS-terminating keep-alive proxy with a fault |
 //! | [`shallow`] | a model with fewer layers than it has |
 //! | [`relay`] | a TCP relay that counts by the kernel's own counters, stops after so many bytes, or is cut |
@@ -21,6 +22,7 @@
 pub mod client;
 pub mod cluster;
 pub mod node;
+pub mod planting;
 pub mod probe;
 pub mod process;
 pub mod proxy;

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::serving::{STAGE, Stage};
 use super::{Forward, LIMIT};
 use crate::cluster::api::{Api, path};
+use crate::planting::Doorway;
 use crate::proxy::Plant;
 use crate::{bin_dir, eventually};
 
@@ -127,5 +128,19 @@ fn log(nodes: &super::Nodes, namespace: &str) -> Result<String, String> {
         Ok(text(&output.stdout))
     } else {
         Err(text(&output.stderr))
+    }
+}
+
+impl Doorway for ProxyPod {
+    fn url(&self) -> String {
+        self.url()
+    }
+
+    fn ca(&self) -> PathBuf {
+        self.ca()
+    }
+
+    async fn struck(&self, times: usize) {
+        self.struck(times).await;
     }
 }

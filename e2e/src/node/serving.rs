@@ -163,6 +163,18 @@ impl Stage {
         self.pods(role).iter().map(one).collect()
     }
 
+    /// SIGKILL for the container of a pod; whether it was there.
+    pub fn kill(&self, pod: &Value) -> bool {
+        let id = pod["status"]["containerStatuses"][0]["containerID"].as_str();
+        let id = id
+            .and_then(|id| id.strip_prefix("containerd://"))
+            .expect("containerd's");
+        let node = pod["spec"]["nodeName"].as_str().expect("a node");
+        let kill = format!("ctr --namespace=k8s.io tasks kill --signal=SIGKILL {id} 2>&1 || true");
+        // it says nothing where it has done so
+        self.nodes.on(node, &["sh", "-c", &kill]).trim().is_empty()
+    }
+
     /// What a pod counts.
     pub async fn metrics(&self, pod: &Value) -> Metrics {
         let forward = self.nodes.forward(&self.namespace, &format!("pod/{}", name(pod)), OPS);

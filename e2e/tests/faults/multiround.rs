@@ -2,11 +2,12 @@
 
 use serde_json::Value;
 use tandem_e2e::bin;
+use tandem_e2e::planting::list;
 use tandem_e2e::proxy::{Plant, Proxy};
 use tandem_e2e::stack::MODEL;
 use tokio::process::Command;
 
-use crate::rig::{Rig, list};
+use crate::rig::Rig;
 
 const SESSIONS: usize = 4;
 const ROUNDS: usize = 6;
@@ -17,7 +18,7 @@ const HELD: usize = 3;
 async fn conversations_hang_behind_a_proxy_that_holds_and_pass_beside_it() {
     let rig = Rig::start().await;
     let front = rig.front().await;
-    let proxy = Proxy::start(front.addr(), Plant::Hold(HELD as u64)).await;
+    let proxy = Proxy::start(front.door.addr(), Plant::Hold(HELD as u64)).await;
     let args = [
         "bench".to_owned(),
         "multiround".to_owned(),

@@ -1,12 +1,11 @@
 //! Engines that stay, a router for each row, the load beside it, and what has to be there again afterwards.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use tandem_e2e::planting::{Door, SETTLE, completion};
 use tandem_e2e::process::Process;
-use tandem_e2e::stack::{Engine, Faults, MODEL, Router};
+use tandem_e2e::stack::{Engine, Faults, Router};
 use tandem_e2e::{eventually, free_port, probe, salted_text};
 use tandem_wire::proto::admin_client::AdminClient;
 use tandem_wire::proto::{Knobs, SetKnobsRequest};
@@ -16,8 +15,6 @@ use tokio_util::task::AbortOnDropHandle;
 pub const TOKEN: &str = "token-of-the-test-0123456789";
 /// Of clients.
 pub const KEY: &str = "key-of-the-test-0123456789";
-/// In each prompt.
-pub const MARK: &str = "quokka7431";
 /// No timer of the product ends what is planted before it was looked at.
 const PATIENT: &[&str] = &[
     "--keepalive-interval-ms=5000",
@@ -33,8 +30,6 @@ const PATIENT: &[&str] = &[
 pub const LAYERS: u32 = 2;
 /// Clients that ask all the time.
 const CLIENTS: u64 = 8;
-/// For everything to be let go, on a busy machine.
-const SETTLE: Duration = Duration::from_mins(1);
 
 /// The engines.
 pub struct Rig {
@@ -115,13 +110,19 @@ impl Rig {
         let router = Router::start_with(&faults, &[&self.prefill], &[&self.decode], &flags).await;
         let (status, body) = router.complete(&salted_text(1, 20), 2).await;
         assert_eq!(status, 200, "{body}");
+        let door = Door {
+            url: router.url(),
+            admin,
+            token: TOKEN.to_owned(),
+            key: KEY.to_owned(),
+        };
         let mut front = Front {
             router,
             faults,
-            admin,
+            door,
             levels: Levels::ANY,
         };
-        front.unused().await;
+        front.door.unused(0).await;
         front.levels = front.levels_now().await;
         front
     }
@@ -153,7 +154,7 @@ impl Rig {
             })
             .await;
         }
-        front.unused().await;
+        front.door.unused(0).await;
         eventually("the router is at its level", SETTLE, async || {
             let metrics = front.router.metrics().await;
             let requests = ["in_flight", "queue_depth", "at_engines", "upstream_in_flight"];
@@ -210,84 +211,19 @@ impl Levels {
 pub struct Front {
     pub router: Router,
     pub faults: Faults,
-    /// host:port of its admin port.
-    pub admin: String,
+    pub door: Door,
     levels: Levels,
 }
 
 impl Front {
-    pub fn addr(&self) -> SocketAddr {
-        let url = self.router.url();
-        url.trim_start_matches("http://").parse().expect("an address")
-    }
-
     async fn levels_now(&self) -> Levels {
         Levels::of(&self.router.process, &self.router.metrics().await)
-    }
-
-    /// `/admin/connections`.
-    pub async fn connections(&self) -> Value {
-        let url = format!("http://{}/admin/connections", self.admin);
-        let answer = probe::http().get(url).bearer_auth(TOKEN).send().await;
-        answer.expect("the admin port").json().await.expect("JSON")
-    }
-
-    /// Waits until `count` connections, or requests on them, have been in `state` for so long.
-    pub async fn stuck(&self, state: &str, count: usize, since: Duration) {
-        eventually(&format!("{count} are in {state} for {since:?}"), SETTLE, async || {
-            let seen = self.connections().await;
-            let long = |of: &Value| {
-                of["state"] == state && u128::from(of["state_ms"].as_u64().unwrap_or(0)) >= since.as_millis()
-            };
-            let stuck = list(&seen["connections"])
-                .iter()
-                .filter(|connection| long(connection) || list(&connection["requests"]).iter().any(long))
-                .count();
-            if stuck >= count {
-                Ok(())
-            } else {
-                Err(seen["by_state"].to_string())
-            }
-        })
-        .await;
-    }
-
-    /// Waits until no client is connected and no answer due.
-    async fn unused(&self) {
-        eventually("the router has no client any more", SETTLE, async || {
-            let seen = self.connections().await;
-            if seen["open"] == 0 && seen["in_flight"] == 0 {
-                Ok(())
-            } else {
-                Err(seen["by_state"].to_string())
-            }
-        })
-        .await;
-    }
-
-    /// A client's request, until the guard is dropped. Each has a prompt of its own.
-    pub fn ask(&self, salt: u64, words: usize, max_tokens: u32) -> AbortOnDropHandle<()> {
-        let url = format!("{}/v1/completions", self.router.url());
-        let body = completion(salt, words, max_tokens);
-        AbortOnDropHandle::new(tokio::spawn(async move {
-            let _ = async {
-                probe::http()
-                    .post(url)
-                    .bearer_auth(KEY)
-                    .json(&body)
-                    .send()
-                    .await?
-                    .bytes()
-                    .await
-            }
-            .await;
-        }))
     }
 
     /// Clients that ask one thing after the other until they are dropped.
     pub fn load(&self) -> Vec<AbortOnDropHandle<()>> {
         let client = |client: u64| {
-            let url = format!("{}/v1/completions", self.router.url());
+            let url = format!("{}/v1/completions", self.door.url);
             AbortOnDropHandle::new(tokio::spawn(async move {
                 let http = reqwest::Client::builder().no_proxy().build().expect("an HTTP client");
                 for turn in 0.. {
@@ -312,17 +248,4 @@ impl Front {
         };
         (0..CLIENTS).map(client).collect()
     }
-}
-
-/// A streamed completion, sampled, so that it does not end early.
-pub fn completion(salt: u64, words: usize, max_tokens: u32) -> Value {
-    json!({
-        "model": MODEL, "prompt": format!("{MARK} {}", salted_text(salt, words)), "max_tokens": max_tokens, "temperature": 1.0, "seed": salt,
-        "stream": true, "ignore_eos": true,
-    })
-}
-
-/// What an array holds; nothing else is one.
-pub fn list(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
 }

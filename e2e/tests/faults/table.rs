@@ -6,13 +6,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tandem_e2e::bin;
+use tandem_e2e::planting::{MARK, STUCK, clear, list, of_proxy, plant};
+use tandem_e2e::proxy::Proxy;
 use tandem_e2e::stack::MODEL;
 use tandem_faults::rows::Row;
 use tokio::process::Command;
 
 use crate::examples;
-use crate::rig::{Front, KEY, MARK, Rig, TOKEN, list};
-use crate::rows::{Planted, STUCK, clear, is_outside, plant};
+use crate::rig::{Front, KEY, Rig, TOKEN};
+use crate::rows::{Machine, is_outside};
 
 /// Probes that take so long hang.
 const HANGS: Duration = Duration::from_secs(13);
@@ -173,10 +175,10 @@ fn a_sentence_is_told_by_its_pieces_and_numbers() {
 }
 
 /// Where to look.
-fn look(rig: &Rig, front: &Front, planted: &Planted, vantage: Vantage) -> Vec<String> {
+fn look(rig: &Rig, front: &Front, proxy: &Proxy, vantage: Vantage) -> Vec<String> {
     let mut args = vec![
         format!("--router={}", front.router.url()),
-        format!("--router-admin={}", front.admin),
+        format!("--router-admin={}", front.door.admin),
         format!("--admin-token-file={}", rig.token().display()),
         format!("--prefill={}", rig.prefill.control()),
         format!("--decode={}", rig.decode.control()),
@@ -185,8 +187,8 @@ fn look(rig: &Rig, front: &Front, planted: &Planted, vantage: Vantage) -> Vec<St
         format!("--probe-seconds={}", HANGS.as_secs()),
     ];
     if vantage != Vantage::Inside {
-        args.push(format!("--via={}", planted.proxy.url()));
-        args.push(format!("--ca={}", planted.proxy.ca().display()));
+        args.push(format!("--via={}", proxy.url()));
+        args.push(format!("--ca={}", proxy.ca().display()));
     }
     args
 }
@@ -202,9 +204,9 @@ async fn tandem(command: &[&str], look: &[String]) -> Output {
     output.expect("tandem hangs").expect("it starts")
 }
 
-async fn diagnose(rig: &Rig, front: &Front, planted: &Planted, (row, loaded, vantage): (Row, bool, Vantage)) -> Said {
+async fn diagnose(rig: &Rig, front: &Front, proxy: &Proxy, (row, loaded, vantage): (Row, bool, Vantage)) -> Said {
     let began = Instant::now();
-    let look = look(rig, front, planted, vantage);
+    let look = look(rig, front, proxy, vantage);
     let whole = match vantage {
         Vantage::Captured => captured(&look).await,
         Vantage::Inside | Vantage::Via => json(&tandem(&["diagnose", "--json"], &look).await),
@@ -270,9 +272,14 @@ async fn column(loaded: bool) -> Vec<Said> {
         let front = rig.front().await;
         let load = if loaded { front.load() } else { Vec::new() };
         // all of them get on
-        front.stuck("decode", load.len(), Duration::ZERO).await;
-        let planted = plant(row, &mut rig, &front).await;
-        let from = |vantage| diagnose(&rig, &front, &planted, (row, loaded, vantage));
+        front.door.stuck("decode", load.len(), Duration::ZERO).await;
+        let proxy = Proxy::start(front.door.addr(), of_proxy(row)).await;
+        let mut machine = Machine {
+            rig: &mut rig,
+            front: &front,
+        };
+        let victims = plant(row, &mut machine, &proxy).await;
+        let from = |vantage| diagnose(&rig, &front, &proxy, (row, loaded, vantage));
         let inside = from(Vantage::Inside);
         let outside = async { tokio::join!(from(Vantage::Via), from(Vantage::Captured)) };
         // probes through a proxy end as its clients do: nobody may see them who looks from inside
@@ -285,8 +292,12 @@ async fn column(loaded: bool) -> Vec<Said> {
             println!("{}", said.line());
             all.push(said);
         }
-        clear(row, &mut rig, &front).await;
-        drop((planted, load));
+        let mut machine = Machine {
+            rig: &mut rig,
+            front: &front,
+        };
+        clear(row, &mut machine).await;
+        drop((victims, proxy, load));
         rig.settled(front).await;
     }
     all

@@ -107,16 +107,7 @@ fn a_killed_container_is_started_again_and_serves() {
             let load = Load::start(&url, 4, 24);
             load.goes_on(4).await;
             let before = stage.incarnation(role);
-            let pod = stage.pod(role);
-            let id = pod["status"]["containerStatuses"][0]["containerID"]
-                .as_str()
-                .expect("an id");
-            let id = id.strip_prefix("containerd://").expect("containerd's");
-            let node = pod["spec"]["nodeName"].as_str().expect("a node");
-            nodes.on(
-                node,
-                &["ctr", "--namespace=k8s.io", "tasks", "kill", "--signal=SIGKILL", id],
-            );
+            assert!(stage.kill(&stage.pod(role)), "its container was not there");
             anew(&stage, role, &before).await;
             load.goes_on(8).await;
             judge(&load.stop().await);
