@@ -94,32 +94,22 @@ impl Kids {
     }
 
     fn pod(&self, kid: &Kid, revisions: &[Revision]) -> Pod {
-        let said = kid.facts.as_ref();
-        let (order, in_flight) = match said {
-            Some(Facts::Router(info)) => (Some(info.traffic.order(info.at, self.order)), info.traffic.in_flight),
-            _ => (None, 0),
-        };
-        Pod {
-            uid: kid.uid.to_string(),
-            name: kid.slot.name.clone(),
-            role: kid.role(),
-            revision: kid.revision.clone(),
+        let mut pod = Pod {
             gpus: kid.gpus,
             ready: kid.shown.ready,
             terminating: kid.stopping,
-            lost: false,
             trouble: kid.trouble.clone(),
-            knobs: said
-                .and_then(|said| knobs::hash(said, kid.role(), revisions))
-                .map(str::to_owned),
-            backend: match said {
-                Some(Facts::Engine(info)) => info.backend.clone(),
-                _ => String::new(),
-            },
-            order,
-            in_flight,
-            evidence: said.map(Facts::evidence).unwrap_or_default(),
+            ..Pod::unheard(
+                kid.uid.to_string(),
+                kid.slot.name.clone(),
+                kid.role(),
+                kid.revision.clone(),
+            )
+        };
+        if let Some(said) = &kid.facts {
+            said.tell(&mut pod, self.order, revisions);
         }
+        pod
     }
 
     /// What a router is told. One on its way out may hold requests that were made for the model of another contract: no engine

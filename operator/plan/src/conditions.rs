@@ -269,7 +269,7 @@ fn knobs_live(machine: &Machine<'_>) -> Told {
             return told(
                 false,
                 "Differ",
-                format!("{} pod {} does not run {wanted}", role.field(), pod.uid),
+                format!("{} pod {} does not run {wanted}", role.field(), pod.name),
             );
         }
     }

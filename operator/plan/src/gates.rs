@@ -35,7 +35,7 @@ pub fn unhealthy(world: &World, goal: &Revision, order: Option<Traffic>) -> Opti
             return Some(format!(
                 "{} pod {} of {} is still there",
                 role.field(),
-                pod.uid,
+                pod.name,
                 pod.revision
             ));
         }
@@ -46,12 +46,12 @@ pub fn unhealthy(world: &World, goal: &Revision, order: Option<Traffic>) -> Opti
                 Some(_) => format!("does not run the knobs {knobs} yet"),
                 None => format!("does not say which knobs it runs; {knobs} are wanted"),
             };
-            return Some(format!("{} pod {} {why}", role.field(), pod.uid));
+            return Some(format!("{} pod {} {why}", role.field(), pod.name));
         }
         let mut serving = world.serving(role, hash, false);
         let heard = |pod: &crate::world::Pod| role != Role::Router || order.is_none() || pod.order == order;
         if let Some(pod) = serving.find(|pod| !heard(pod)) {
-            return Some(format!("router pod {} has not acknowledged its order yet", pod.uid));
+            return Some(format!("router pod {} has not acknowledged its order yet", pod.name));
         }
     }
     None
@@ -67,7 +67,7 @@ pub fn unrouted(world: &World, goal: &Revision) -> Option<String> {
     Some(format!(
         "a router does not know {} pod {} yet",
         pod.role.field(),
-        pod.uid
+        pod.name
     ))
 }
 

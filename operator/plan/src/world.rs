@@ -100,14 +100,14 @@ pub struct Pod {
 }
 
 impl Pod {
-    /// One that was just made for `workload`, whose uid is its name.
-    pub fn made(workload: &Workload, name: String) -> Self {
+    /// One whose process has said nothing, and that does not serve.
+    pub fn unheard(uid: String, name: String, role: Role, revision: String) -> Self {
         Self {
-            uid: name.clone(),
+            uid,
             name,
-            role: workload.role,
-            revision: workload.revision.clone(),
-            gpus: workload.gpus,
+            role,
+            revision,
+            gpus: 0,
             ready: false,
             terminating: false,
             lost: false,
@@ -117,6 +117,14 @@ impl Pod {
             order: None,
             in_flight: 0,
             evidence: Evidence::default(),
+        }
+    }
+
+    /// One that was just made for `workload`, whose uid is its name.
+    pub fn made(workload: &Workload, name: String) -> Self {
+        Self {
+            gpus: workload.gpus,
+            ..Self::unheard(name.clone(), name, workload.role, workload.revision.clone())
         }
     }
 }

@@ -16,7 +16,7 @@ pub mod router;
 use std::time::Duration;
 
 use tandem_crds::Role;
-use tandem_plan::Evidence;
+use tandem_plan::{Evidence, Pod, Revision, Traffic};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 
@@ -66,14 +66,23 @@ pub enum Facts {
 }
 
 impl Facts {
-    /// What the process has measured.
-    pub fn evidence(&self) -> Evidence {
+    /// Writes into what is known of a pod what its process says: `ordered` is what routers should do, `revisions` those whose
+    /// knobs it may run with.
+    pub fn tell(&self, pod: &mut Pod, ordered: Option<Traffic>, revisions: &[Revision]) {
+        pod.knobs = knobs::hash(self, pod.role, revisions).map(str::to_owned);
         match self {
-            Self::Engine(info) => Evidence {
-                handoffs: info.handoffs.clone(),
-                ..Evidence::default()
-            },
-            Self::Router(info) => info.seen.evidence(),
+            Self::Engine(info) => {
+                pod.backend.clone_from(&info.backend);
+                pod.evidence = Evidence {
+                    handoffs: info.handoffs.clone(),
+                    ..Evidence::default()
+                };
+            }
+            Self::Router(info) => {
+                pod.order = Some(info.traffic.order(info.at, ordered));
+                pod.in_flight = info.traffic.in_flight;
+                pod.evidence = info.seen.evidence();
+            }
         }
     }
 }

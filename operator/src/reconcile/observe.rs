@@ -22,12 +22,11 @@ use crate::observe::pod::PodFacts;
 use crate::observe::revision::Stored;
 use crate::observe::routing;
 use crate::observe::workload;
-use crate::peers::{Facts, knobs};
 use crate::render::guard::TOKEN_KEY;
 use crate::render::knobs as rendered;
 
 /// During a change a process is not asked again within this.
-const FRESH: Duration = Duration::from_secs(2);
+const FRESH: Duration = Duration::from_millis(900);
 
 /// What was observed of a deployment.
 pub struct Observed {
@@ -104,34 +103,20 @@ impl Reconciler {
         }
         for facts in &pods {
             let Some(role) = facts.role else { continue };
-            let known = memory.peers.get(&facts.uid);
-            let said = known.and_then(|known| known.facts.as_ref()).filter(|_| facts.answers());
-            let (order, in_flight) = match said {
-                Some(Facts::Router(info)) => (Some(info.traffic.order(info.at, world.order)), info.traffic.in_flight),
-                _ => (None, 0),
-            };
             let devices = facts.devices.iter().filter(|(name, _)| gpus.contains(name.as_str()));
-            world.pods.push(Pod {
-                uid: facts.uid.clone(),
-                name: facts.name.clone(),
-                role,
-                revision: facts.revision.clone(),
+            let mut pod = Pod {
                 gpus: devices.map(|(_, count)| count).sum(),
                 ready: facts.ready,
                 terminating: facts.terminating,
                 lost: facts.is_lost(&nodes, now),
                 trouble: facts.trouble.clone(),
-                knobs: said
-                    .and_then(|said| knobs::hash(said, role, &revisions))
-                    .map(str::to_owned),
-                backend: match said {
-                    Some(Facts::Engine(info)) => info.backend.clone(),
-                    _ => String::new(),
-                },
-                order,
-                in_flight,
-                evidence: said.map(Facts::evidence).unwrap_or_default(),
-            });
+                ..Pod::unheard(facts.uid.clone(), facts.name.clone(), role, facts.revision.clone())
+            };
+            let known = memory.peers.get(&facts.uid).filter(|_| facts.answers());
+            if let Some(said) = known.and_then(|known| known.facts.as_ref()) {
+                said.tell(&mut pod, world.order, &revisions);
+            }
+            world.pods.push(pod);
         }
         let said = |uid: &str| memory.peers.get(uid).and_then(|known| known.facts.as_ref());
         world.unrouted = routing::unrouted(&serving, &revisions, said);

@@ -17,20 +17,14 @@ fn running() -> Revision {
 
 fn pod(role: Role, evidence: Evidence) -> Pod {
     Pod {
-        uid: format!("uid-of-{}", role.field()),
-        name: role.field().into(),
-        role,
-        revision: String::new(),
-        gpus: 0,
         ready: true,
-        terminating: false,
-        lost: false,
-        trouble: None,
-        knobs: None,
-        backend: String::new(),
-        order: None,
-        in_flight: 0,
         evidence,
+        ..Pod::unheard(
+            format!("uid-of-{}", role.field()),
+            role.field().into(),
+            role,
+            String::new(),
+        )
     }
 }
 
