@@ -18,6 +18,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use jiff::SignedDuration;
 use tandem_plan::{DefaultImages, Probe};
 use tandem_telemetry::Traces;
 use tokio::task::JoinSet;
@@ -37,8 +38,12 @@ use crate::render::network::Reach;
 const SETTLED: Duration = Duration::from_secs(10);
 /// Objects of others that are in the way are looked at this often.
 const CONFLICTS: Duration = Duration::from_mins(1);
-/// A change that waits for a process looks again after this: no watch tells of it.
+/// A change that waits for a process looks again after this, for no watch tells of it: while its step is young, as most steps
+/// end soon, and later.
+const YOUNG: Duration = Duration::from_secs(1);
 const WAITING: Duration = Duration::from_secs(5);
+/// How long a step is young.
+const YOUTH: SignedDuration = SignedDuration::from_mins(1);
 /// After a failure, doubled with each further one that comes before anything could be done.
 const FIRST_BACKOFF: Duration = Duration::from_millis(500);
 const LAST_BACKOFF: Duration = Duration::from_mins(1);

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tandem_crds::status::Direction;
+use tandem_crds::status::{Direction, RolloutStatus, Step};
 use tandem_crds::{PDDeployment, PDDeploymentStatus};
 use tandem_plan::{Input, Plan, plan};
 use tokio::time::Instant;
 
 use super::carry::Carry;
 use super::observe::Observed;
-use super::{CONFLICTS, Ended, Memory, PassError, Reconciler, SETTLED, WAITING};
+use super::{CONFLICTS, Ended, Memory, PassError, Reconciler, SETTLED, WAITING, YOUNG, YOUTH};
 use crate::cluster::cache::Key;
 use crate::cluster::events::transitions;
 use crate::cluster::write::FINALIZER;
@@ -132,17 +132,16 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         return changed();
     }
     let at = Instant::now();
-    let moves = plan
-        .status
-        .rollout
-        .as_ref()
-        .is_some_and(|rollout| rollout.direction != Direction::Held && rollout.stopped_at.is_none());
-    let asks = moves && observed.has_processes;
+    let moves = |rollout: &&RolloutStatus| rollout.direction != Direction::Held && rollout.stopped_at.is_none();
+    let moving = plan.status.rollout.as_ref().filter(moves);
     let soon = at
-        + match (asks, observed.has_processes) {
-            (true, _) => WAITING,
-            (_, true) => SETTLED,
-            (_, false) => CONFLICTS,
+        + match moving {
+            _ if !observed.has_processes => CONFLICTS,
+            // What is deleted waits for requests, at most for the time of a drain.
+            _ if plan.status.step == Step::Delete => YOUNG,
+            Some(rollout) if now.duration_since(rollout.step_started_at.0) < YOUTH => YOUNG,
+            Some(_) => WAITING,
+            None => SETTLED,
         };
     let planned = plan.look_again.map(|again| {
         let left = again.duration_since(now).as_millis().max(0);
@@ -154,7 +153,7 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         None => looks.then_some(soon),
     };
     Ended {
-        result: if moves {
+        result: if moving.is_some() {
             PassResult::Waiting
         } else {
             PassResult::Settled

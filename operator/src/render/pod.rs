@@ -28,7 +28,7 @@ pub const CONTAINER: &str = "tandem";
 /// Between the end of the drain and SIGKILL.
 const AFTER_DRAIN_SECONDS: i64 = 30;
 /// Between two looks at a process that starts.
-const STARTUP_PERIOD_SECONDS: i32 = 5;
+const STARTUP_PERIOD_SECONDS: i32 = 1;
 
 /// What a role's pod runs.
 #[derive(Debug)]
