@@ -129,7 +129,13 @@ impl Nodes {
     /// # Panics
     /// With its words if it fails.
     pub fn helm(&self, args: &[&str]) -> String {
-        told(within(&self.state, "helm").args(args).current_dir(crate::root()), "")
+        told(&mut self.helm_command(args), "")
+    }
+
+    fn helm_command(&self, args: &[&str]) -> Command {
+        let mut command = within(&self.state, "helm");
+        command.args(args).current_dir(crate::root());
+        command
     }
 
     /// A command of `scripts/cluster`: `cut NODE`, `mend NODE`, `load ARCHIVE`.

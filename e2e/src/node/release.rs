@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::Nodes;
+use super::{Nodes, outcome};
 use crate::cluster::api::{Api, path};
 
 /// Where it is installed.
@@ -47,6 +47,14 @@ impl Nodes {
         // What was given before counts no more.
         args.extend(["--reset-values", "--wait", "--timeout=4m"]);
         args.extend(flags);
-        self.helm(&args);
+        let output = outcome(&mut self.helm_command(&args), "");
+        assert!(
+            output.status.success(),
+            "{}\n{}\n{}",
+            String::from_utf8_lossy(&output.stderr),
+            // what it waited for in vain
+            self.kubectl(&["get", "pods", "--all-namespaces", "--output=wide"], ""),
+            self.kubectl(&["get", "events", "--namespace", NAMESPACE], "")
+        );
     }
 }

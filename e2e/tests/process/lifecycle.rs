@@ -7,6 +7,9 @@ use tandem_e2e::{client, eventually, probe, salted_text, salted_tokens};
 use tandem_wire::proto::GenerateRequest;
 use tandem_wire::{BootId, Reason};
 
+/// For what comes by itself, on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_means_another_boot_is_refused_by_both_engines() {
     let pair = Pair::start(&[]).await;
@@ -91,7 +94,7 @@ async fn a_terminated_stack_finishes_what_runs_admits_nothing_new_and_exits_with
             answer.expect("an answer").text().await.expect("a whole body")
         }
     });
-    eventually("the request runs", Duration::from_secs(10), async || {
+    eventually("the request runs", PATIENCE, async || {
         let load = pair.decode.load().await;
         if load.running > 0 {
             Ok(())
@@ -107,10 +110,10 @@ async fn a_terminated_stack_finishes_what_runs_admits_nothing_new_and_exits_with
         answer.contains("[DONE]") && !answer.contains(probe::ERROR_EVENT),
         "{answer}"
     );
-    assert_eq!(router.process.wait(Duration::from_secs(15)).await.code(), Some(0));
+    assert_eq!(router.process.wait(PATIENCE).await.code(), Some(0));
     for engine in [&mut pair.decode, &mut pair.prefill] {
         engine.process.signal(libc::SIGTERM);
-        assert_eq!(engine.process.wait(Duration::from_secs(15)).await.code(), Some(0));
+        assert_eq!(engine.process.wait(PATIENCE).await.code(), Some(0));
     }
 }
 
@@ -122,7 +125,7 @@ async fn a_terminated_engine_finishes_its_request_and_refuses_the_next_as_draini
     let mut late = engine.client().await;
     let request = client::request(&info, &salted_tokens(65, 40, info.vocab_size), 300);
     let first = tokio::spawn(async move { client::generate(&mut running, request).await });
-    eventually("the request runs", Duration::from_secs(10), async || {
+    eventually("the request runs", PATIENCE, async || {
         let load = engine.load().await;
         if load.running > 0 {
             Ok(())
@@ -132,7 +135,7 @@ async fn a_terminated_engine_finishes_its_request_and_refuses_the_next_as_draini
     })
     .await;
     engine.process.signal(libc::SIGTERM);
-    eventually("the engine says that it drains", Duration::from_secs(5), async || {
+    eventually("the engine says that it drains", PATIENCE, async || {
         let load = client::load(&mut late).await.map_err(|status| status.to_string())?;
         if load.draining {
             Ok(())
@@ -145,5 +148,5 @@ async fn a_terminated_engine_finishes_its_request_and_refuses_the_next_as_draini
     assert_eq!(refused.reason(), Reason::Draining, "{:?}", refused.end);
     assert_eq!(first.await.expect("no panic").tokens.len(), 300);
     drop(late);
-    assert_eq!(engine.process.wait(Duration::from_secs(15)).await.code(), Some(0));
+    assert_eq!(engine.process.wait(PATIENCE).await.code(), Some(0));
 }
