@@ -103,10 +103,6 @@ pub fn look(
     if !with_probe || gates.probe.mode == GateMode::Off {
         return (Verdict::Passed, None);
     }
-    // A probe needs somebody to speak to; what is missing was said by the gate before.
-    if problem.is_some() && gates.health.mode == GateMode::Enforce {
-        return (Verdict::Looking(health.deadline), None);
-    }
     let found = input
         .world
         .probe

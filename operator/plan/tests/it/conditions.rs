@@ -1,9 +1,9 @@
 //! What people are told of what is seen.
 
 use jiff::Timestamp;
-use tandem_crds::Role;
-use tandem_crds::status::Direction;
-use tandem_plan::{Traffic, Workload};
+use tandem_crds::status::{Direction, RoleStatus};
+use tandem_crds::{Approval, Role};
+use tandem_plan::{Traffic, Trouble, Workload};
 
 use crate::sim::Sim;
 use crate::{settled, spec};
@@ -106,4 +106,145 @@ fn that_routers_know_no_pair_is_told_while_requests_are_let_through() {
     assert_told(&sim, "TransferHealthy", "False", "NoPair");
     sim.world.order = Some(Traffic::Reject);
     assert_told(&sim, "TransferHealthy", "True", "HandoffsFinish");
+}
+
+/// What is told of a role as it is planned now.
+fn role(sim: &Sim, role: Role) -> RoleStatus {
+    let mut roles = sim.plan().status.roles.into_iter();
+    roles.find(|one| one.name == role).unwrap()
+}
+
+fn trouble(reason: &str) -> Option<Trouble> {
+    Some(Trouble {
+        reason: reason.into(),
+        message: "of some kind".into(),
+    })
+}
+
+#[test]
+fn a_role_is_told_by_its_own_pods_and_those_of_lost_nodes_hold_no_gpus() {
+    let mut spec = spec();
+    spec.decode.replicas = 2;
+    spec.gpus.budget = 12;
+    let mut sim = settled(spec);
+    assert_eq!(role(&sim, Role::Decode).backend, "cpu", "as the spec says it");
+    let mut decodes = sim.world.pods.iter_mut().filter(|pod| pod.role == Role::Decode);
+    let (first, second) = (decodes.next().unwrap(), decodes.next().unwrap());
+    (first.backend, second.backend) = (String::new(), "cuda".into());
+    (second.ready, second.lost) = (false, true);
+    let told = role(&sim, Role::Decode);
+    let numbers = (told.ready, told.desired, told.lost, told.gpus);
+    assert_eq!(numbers, (1, 2, 1, 4));
+    assert_eq!((told.serving.as_str(), told.backend.as_str()), ("1/2", "cuda"));
+    let told = role(&sim, Role::Prefill);
+    assert_eq!((told.ready, told.desired, told.lost, told.gpus), (1, 1, 0, 4));
+    let told = role(&sim, Role::Router);
+    assert_eq!((told.ready, told.gpus, told.backend.as_str()), (told.desired, 0, ""));
+}
+
+#[test]
+fn a_role_is_told_by_the_revision_that_is_gone_to() {
+    let mut sim = settled(spec());
+    let before = role(&sim, Role::Decode).revision;
+    // The one that runs is not the first that was stored.
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.reconcile(usize::MAX);
+    let target = sim.revisions.last().unwrap().hash(Role::Decode).to_owned();
+    assert_ne!(before, target);
+    assert_eq!(role(&sim, Role::Decode).revision, target);
+    sim.status.rollout.as_mut().unwrap().direction = Direction::Held;
+    assert_eq!(role(&sim, Role::Decode).revision, target);
+    sim.status.rollout.as_mut().unwrap().direction = Direction::Revert;
+    assert_eq!(role(&sim, Role::Decode).revision, before);
+}
+
+#[test]
+fn ready_says_why_it_is_not() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| {
+        spec.rollout.approval = Approval::BeforeRestart;
+        spec.decode.parallelism.tensor = 2;
+    });
+    sim.reconcile(usize::MAX);
+    assert_told(&sim, "Ready", "False", "Approve");
+    sim.reconcile(usize::MAX);
+    assert_told(&sim, "Stalled", "True", "AwaitsApproval");
+    sim.edit(|spec| spec.rollout.paused = true);
+    assert_told(&sim, "Ready", "False", "Paused");
+    assert_told(&sim, "Stalled", "False", "NotStalled");
+}
+
+#[test]
+fn a_pod_of_another_revision_that_stays_is_told_and_one_that_goes_is_not() {
+    let sim = settled(spec());
+    let mut old = sim
+        .world
+        .pods
+        .iter()
+        .find(|pod| pod.role == Role::Decode)
+        .unwrap()
+        .clone();
+    "d-old".clone_into(&mut old.revision);
+    (
+        "of-before".clone_into(&mut old.name),
+        "another".clone_into(&mut old.uid),
+    );
+    old.ready = false;
+    for (terminating, lost, stays) in [(false, false, true), (true, false, false), (false, true, false)] {
+        let mut sim = sim.clone();
+        (old.terminating, old.lost) = (terminating, lost);
+        sim.world.pods.push(old.clone());
+        let (status, reason, message) = told(&sim, "Ready");
+        let said = (status.as_str(), reason.as_str(), message.contains("of-before"));
+        let expected = if stays {
+            ("False", "PodsNotReady", true)
+        } else {
+            ("True", "Running", false)
+        };
+        assert_eq!(said, expected, "{message}");
+    }
+}
+
+#[test]
+fn only_pods_that_stay_lack_capacity() {
+    let sim = settled(spec());
+    for (reason, terminating, lost, lacks) in [
+        ("Unschedulable", false, false, true),
+        ("QuotaExceeded", false, false, true),
+        ("CrashLoop", false, false, false),
+        ("Unschedulable", true, false, false),
+        ("Unschedulable", false, true, false),
+    ] {
+        let mut sim = sim.clone();
+        let pod = &mut sim.world.pods[0];
+        pod.trouble = trouble(reason);
+        (pod.ready, pod.terminating, pod.lost) = (false, terminating, lost);
+        let expected = if lacks { ("False", reason) } else { ("True", "Enough") };
+        assert_told(&sim, "CapacitySatisfied", expected.0, expected.1);
+    }
+    let mut sim = sim;
+    sim.world.workloads[0].trouble = trouble("QuotaExceeded");
+    assert_told(&sim, "CapacitySatisfied", "False", "QuotaExceeded");
+}
+
+#[test]
+fn capacity_is_short_at_once_and_enough_a_minute_later() {
+    let mut sim = settled(spec());
+    sim.now += 1_000;
+    for pass in 0..3 {
+        let from = sim.now;
+        sim.world.pods[0].trouble = trouble("Unschedulable");
+        sim.reconcile(usize::MAX);
+        assert_eq!(sim.condition("CapacitySatisfied"), "False", "{pass}");
+        sim.world.pods[0].trouble = None;
+        sim.now = from + 59;
+        sim.reconcile(usize::MAX);
+        assert_eq!(sim.condition("CapacitySatisfied"), "False", "{pass}");
+        let again = sim.plan().look_again.unwrap();
+        assert!((60..=65).contains(&(again.as_second() - from)), "{again}");
+        sim.now = from + 60;
+        sim.reconcile(usize::MAX);
+        assert_eq!(sim.condition("CapacitySatisfied"), "True", "{pass}");
+        sim.now += 1;
+    }
 }

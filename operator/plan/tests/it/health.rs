@@ -268,3 +268,29 @@ fn clients_that_leave_are_blamed_on_the_way_by_a_few_or_not_at_all() {
         assert_eq!(said, expected, "{ended} {gone} {stalled} {blocked}");
     }
 }
+
+#[test]
+fn routers_alone_tell_of_clients() {
+    let mut world = world(None, None, None);
+    assert_eq!(health::client_path(&world), Health::Unheard, "the router was not heard");
+    world.pods.retain(|pod| pod.role != Role::Router);
+    assert_eq!(health::client_path(&world), Health::Unheard, "there is no router");
+    let clients = Clients {
+        ended: 9,
+        gone: 9,
+        ..Clients::default()
+    };
+    let evidence = Evidence {
+        clients: Some(clients),
+        ..Evidence::default()
+    };
+    world.pods.push(Pod {
+        ready: false,
+        ..pod(Role::Router, evidence)
+    });
+    assert_eq!(
+        health::client_path(&world),
+        Health::Unheard,
+        "what a router said before it went"
+    );
+}

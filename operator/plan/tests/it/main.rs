@@ -2,18 +2,20 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
 mod conditions;
+mod gates;
 mod health;
 mod invariants;
 mod page;
 mod properties;
 mod sim;
+mod steps;
 
 use sim::{Node, Sim};
 use tandem_crds::status::{Direction, Outcome, Step};
 use tandem_crds::{
     Approval, EngineRole, Model, ModelSource, OnFailure, PDDeploymentSpec, PvcSource, RestartRoles, Role, Timeouts,
 };
-use tandem_plan::{Traffic, Trouble, target_of};
+use tandem_plan::{Pod, Traffic, Trouble, target_of};
 
 /// 4 + 4 GPUs of a budget of 8.
 pub fn spec() -> PDDeploymentSpec {
@@ -380,6 +382,40 @@ fn a_pod_that_has_ended_for_good_is_waited_for_until_the_deadline() {
 }
 
 #[test]
+fn a_change_fails_by_an_old_pod_that_ends_or_by_a_new_one_that_was_told_to() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.reconcile(usize::MAX);
+    let (old, new) = (
+        sim.revisions[0].hash(Role::Decode).to_owned(),
+        sim.revisions.last().unwrap().hash(Role::Decode).to_owned(),
+    );
+    for (revision, terminating, reason, fails) in [
+        (&new, false, Trouble::GAVE_UP, true),
+        (&new, false, "CrashLoop", false),
+        (&new, true, Trouble::GAVE_UP, false),
+        (&old, false, Trouble::GAVE_UP, false),
+        (&old, true, Trouble::GAVE_UP, false),
+    ] {
+        let mut sim = sim.clone();
+        sim.world.pods.push(Pod {
+            terminating,
+            trouble: Some(Trouble {
+                reason: reason.into(),
+                message: "exit code 1".into(),
+            }),
+            ..Pod::unheard("one".into(), "one".into(), Role::Decode, revision.clone())
+        });
+        let rollout = sim.plan().status.rollout.unwrap();
+        assert_eq!(
+            rollout.direction == Direction::Revert,
+            fails,
+            "{revision} {terminating} {reason}"
+        );
+    }
+}
+
+#[test]
 fn a_first_install_that_fails_holds_until_somebody_acts() {
     let mut sim = Sim::new(spec());
     sim.bad_probe.insert(tandem_crds::Inputs::of(&sim.spec).target());
@@ -390,6 +426,57 @@ fn a_first_install_that_fails_holds_until_somebody_acts() {
     sim.edit(|spec| spec.decode.knobs.max_running = 8);
     assert!(sim.rest(200), "{:#?}", sim.status);
     ready(&sim);
+}
+
+#[test]
+fn what_is_held_is_tried_again_at_a_new_token_alone() {
+    let mut sim = Sim::new(spec());
+    sim.bad_probe.insert(tandem_crds::Inputs::of(&sim.spec).target());
+    sim.rest(100);
+    assert_eq!(sim.reason("Stalled"), "Held");
+    let (history, writes) = (sim.status.history.len(), sim.writes.len());
+    sim.bad_probe.clear();
+    for _ in 0..20 {
+        sim.tick();
+        sim.reconcile(usize::MAX);
+    }
+    assert_eq!(sim.writes[writes..], [""; 0]);
+    sim.edit(|spec| spec.restart.token = "again".into());
+    assert!(sim.rest(200), "{:#?}", sim.status);
+    ready(&sim);
+    assert!(sim.status.history.len() > history);
+    assert_eq!(sim.status.history[0].outcome, Outcome::Promoted);
+}
+
+#[test]
+fn a_token_amid_a_change_waits_for_its_end() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.reconcile(usize::MAX);
+    sim.tick();
+    sim.reconcile(usize::MAX);
+    let rollout = sim.status.rollout.clone().unwrap();
+    sim.edit(|spec| spec.restart.token = "again".into());
+    sim.reconcile(usize::MAX);
+    assert_eq!(sim.status.rollout.clone().unwrap().target, rollout.target);
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    ready(&sim);
+    let outcomes: Vec<Outcome> = sim.status.history.iter().map(|entry| entry.outcome).take(2).collect();
+    assert_eq!(outcomes, [Outcome::Promoted; 2]);
+    assert_eq!(sim.status.history[0].restarted, Role::ALL);
+}
+
+#[test]
+fn a_target_that_somebody_removed_is_stored_again() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.reconcile(usize::MAX);
+    sim.tick();
+    let gone = sim.revisions.pop().unwrap();
+    assert_eq!(sim.status.revisions.target, gone.id);
+    assert!(sim.rest(200), "{:#?}", sim.status);
+    ready(&sim);
+    assert_eq!(target_of(&sim.status.revisions.running), target_of(&gone.id));
 }
 
 #[test]
@@ -532,6 +619,54 @@ fn a_restart_that_an_edit_cuts_off_is_not_forgotten() {
     for (role, before) in Role::ALL.into_iter().zip(before) {
         assert_ne!(sim.uids(role), before, "{role:?}");
     }
+}
+
+#[test]
+fn a_restart_that_is_done_is_not_done_again_by_an_edit_that_cuts_another_off() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.restart.token = "2026-12-01".into());
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    let prefill = sim.uids(Role::Prefill);
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.reconcile(usize::MAX);
+    sim.edit(|spec| spec.router.image = "router:2".into());
+    sim.reconcile(usize::MAX);
+    assert_eq!(
+        sim.status.rollout.as_ref().unwrap().restarts,
+        [Role::Decode, Role::Router]
+    );
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    ready(&sim);
+    assert_eq!(sim.uids(Role::Prefill), prefill);
+}
+
+#[test]
+fn attempts_of_the_same_change_are_counted_until_one_succeeds() {
+    let mut sim = settled(spec());
+    let mut bad = sim.spec.clone();
+    bad.decode.parallelism.tensor = 2;
+    sim.bad_probe.insert(tandem_crds::Inputs::of(&bad).target());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    let attempt = |sim: &mut Sim| {
+        sim.reconcile(usize::MAX);
+        sim.status.rollout.as_ref().unwrap().attempt
+    };
+    for (token, expected) in [("", 1), ("two", 2), ("three", 3)] {
+        sim.edit(|spec| spec.restart.token = token.into());
+        assert_eq!(attempt(&mut sim), expected);
+        assert!(sim.rest(500), "{:#?}", sim.status);
+        assert_eq!(sim.status.history[0].outcome, Outcome::Reverted);
+    }
+    sim.edit(|spec| spec.decode.parallelism.tensor = 4);
+    assert_eq!(attempt(&mut sim), 1, "another change");
+    assert!(sim.rest(500), "{:#?}", sim.status);
+    ready(&sim);
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    assert_eq!(attempt(&mut sim), 1, "another one came between");
+    sim.bad_probe.clear();
+    assert!(sim.rest(500), "{:#?}", sim.status);
+    sim.edit(|spec| spec.restart.token = "four".into());
+    assert_eq!(attempt(&mut sim), 1, "it has succeeded");
 }
 
 #[test]
