@@ -11,12 +11,7 @@ use crate::{settled, spec};
 fn at_gates(sim: &mut Sim) {
     sim.edit(|spec| spec.decode.parallelism.tensor = 2);
     sim.world.probe = None;
-    while sim.status.step != Step::Gates {
-        sim.reconcile(usize::MAX);
-        if sim.status.step != Step::Gates {
-            sim.tick();
-        }
-    }
+    sim.until(|sim| sim.status.step == Step::Gates);
 }
 
 /// A pod of what ran before is still there.

@@ -281,7 +281,7 @@ fn no_old_pod_goes_and_no_request_is_let_through_before_the_routers_know_the_new
     ready(&sim);
     // Of a role that is gone for a while.
     sim.edit(|spec| spec.prefill.image = "engine:2".into());
-    while sim.status.rollout.is_some() || sim.status.observed_generation < sim.generation {
+    for _ in 0..200 {
         sim.reconcile(usize::MAX);
         let admits = sim.world.order == Some(Traffic::Admit);
         assert!(!admits || sim.serving(Role::Prefill) == 1 || sim.status.step == Step::Admit);
@@ -568,11 +568,7 @@ fn a_change_that_restarts_nothing_or_has_begun_to_waits_for_nobody() {
         spec.rollout.approval = Approval::Automatic;
         spec.decode.parallelism.tensor = 2;
     });
-    while sim.serving(Role::Decode) > 0 {
-        sim.reconcile(usize::MAX);
-        sim.tick();
-    }
-    sim.reconcile(usize::MAX);
+    sim.until(|sim| sim.serving(Role::Decode) == 0);
     sim.edit(|spec| spec.rollout.approval = Approval::BeforeRestart);
     assert!(sim.rest(200), "{:#?}", sim.status);
     ready(&sim);
@@ -673,10 +669,7 @@ fn attempts_of_the_same_change_are_counted_until_one_succeeds() {
 fn a_change_that_is_cut_off_is_finished_in_order() {
     let mut sim = settled(spec());
     sim.edit(|spec| spec.prefill.parallelism.tensor = 2);
-    while sim.serving(Role::Prefill) > 0 {
-        sim.reconcile(usize::MAX);
-        sim.tick();
-    }
+    sim.until(|sim| sim.serving(Role::Prefill) == 0);
     // Prefill is to be again what it was, and is not yet.
     sim.edit(|spec| {
         spec.prefill.parallelism.tensor = 1;

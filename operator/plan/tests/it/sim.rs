@@ -546,6 +546,19 @@ impl Sim {
             .collect()
     }
 
+    /// Passes and ticks until it is so after a pass.
+    #[track_caller]
+    pub fn until(&mut self, is_so: impl Fn(&Self) -> bool) {
+        for _ in 0..500 {
+            self.reconcile(usize::MAX);
+            if is_so(self) {
+                return;
+            }
+            self.tick();
+        }
+        panic!("it is never so: {:#?}", self.status);
+    }
+
     /// Ticks and passes until nothing changes or a person is waited for, at most so often; whether it is settled then.
     pub fn rest(&mut self, ticks: usize) -> bool {
         for _ in 0..ticks {

@@ -1,8 +1,8 @@
 //! What each step waits for, and what it does not.
 
-use tandem_crds::Role;
 use tandem_crds::status::{Direction, Step};
-use tandem_plan::{Pod, Traffic, Trouble};
+use tandem_crds::{Approval, PDDeploymentSpec, Role};
+use tandem_plan::{Pod, Traffic, Trouble, Workload};
 
 use crate::sim::{Sim, TICK_SECONDS};
 use crate::{ready, settled, spec};
@@ -20,14 +20,7 @@ fn down(sim: &mut Sim, role: Role, in_trouble: bool) {
 /// Passes and ticks until a step is reached; the world has not moved on since.
 #[track_caller]
 fn until(sim: &mut Sim, step: Step) {
-    for _ in 0..200 {
-        sim.reconcile(usize::MAX);
-        if sim.status.step == step {
-            return;
-        }
-        sim.tick();
-    }
-    panic!("{step:?} is not reached: {:#?}", sim.status);
+    sim.until(|sim| sim.status.step == step);
 }
 
 fn step(sim: &Sim) -> Step {
@@ -160,10 +153,7 @@ fn a_revert_waits_for_each_role_that_the_change_had_restarted() {
 fn a_queue_waits_as_long_as_the_last_change_may() {
     let mut sim = settled(spec());
     sim.edit(|spec| spec.decode.parallelism.tensor = 2);
-    while sim.serving(Role::Decode) > 0 {
-        sim.reconcile(usize::MAX);
-        sim.tick();
-    }
+    sim.until(|sim| sim.serving(Role::Decode) == 0);
     let until = |sim: &Sim| match sim.world.order {
         Some(Traffic::Queue { until }) => until.as_second(),
         order => panic!("{order:?}"),
@@ -189,7 +179,7 @@ fn requests_that_never_end_hold_a_change_up_for_the_drain_once() {
     sim.edit(|spec| spec.model.revision = "ab".repeat(32));
     let mut quiesced = Vec::new();
     let mut last = Step::Admit;
-    while sim.status.rollout.is_some() || last == Step::Admit {
+    for _ in 0..100 {
         sim.reconcile(usize::MAX);
         match (last, sim.status.step) {
             (Step::Quiesce, Step::Quiesce) => {}
@@ -230,4 +220,75 @@ fn knobs_are_live_only_once_both_the_processes_and_the_next_ones_have_them() {
     let decode = written_alone.world.pods.iter_mut().find(|pod| pod.role == Role::Decode);
     decode.unwrap().knobs = Some(old);
     assert_eq!(step(&written_alone), Step::Apply);
+}
+
+#[test]
+fn a_router_that_has_not_heard_the_order_is_waited_for_with_nothing_in_flight() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    until(&mut sim, Step::Quiesce);
+    for pod in &mut sim.world.pods {
+        pod.in_flight = 0;
+    }
+    assert_eq!(step(&sim), Step::Decode);
+    let router = sim.world.pods.iter_mut().find(|pod| pod.role == Role::Router);
+    router.unwrap().order = Some(Traffic::Admit);
+    assert_eq!(step(&sim), Step::Quiesce);
+}
+
+#[test]
+fn approval_is_asked_before_anything_is_moved_and_not_amid_it() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    sim.until(|sim| {
+        let hash = sim.revisions.last().unwrap().hash(Role::Decode);
+        let new = |workload: &&Workload| workload.revision == hash;
+        sim.world
+            .workloads
+            .iter()
+            .find(new)
+            .is_some_and(|new| new.replicas == 1)
+    });
+    // What another change has begun goes on in this one.
+    sim.edit(|spec| {
+        spec.router.image = "router:2".into();
+        spec.rollout.approval = Approval::BeforeRestart;
+    });
+    sim.reconcile(usize::MAX);
+    let hash = sim.revisions.last().unwrap().hash(Role::Decode).to_owned();
+    let of_it = |workload: &&mut Workload| workload.revision == hash;
+    let begun = sim.world.workloads.iter_mut().find(of_it).unwrap();
+    assert_eq!(begun.replicas, 1);
+    begun.replicas = 0;
+    assert_eq!(step(&sim), Step::Approve, "it is there and asks for no pod");
+    sim.world.workloads.iter_mut().find(of_it).unwrap().replicas = 1;
+    assert_ne!(step(&sim), Step::Approve);
+}
+
+#[test]
+fn a_clock_that_goes_back_lets_nothing_wait_for_longer_than_it_may() {
+    let change = |spec: &mut PDDeploymentSpec| {
+        spec.rollout.approval = Approval::BeforePromote;
+        spec.decode.parallelism.tensor = 2;
+    };
+    let mut sim = settled(spec());
+    sim.edit(change);
+    until(&mut sim, Step::Quiesce);
+    sim.skew = -50_000;
+    sim.reconcile(usize::MAX);
+    let (now, limit) = (
+        sim.now + sim.skew,
+        i64::from(sim.spec.rollout.progress_deadline_seconds),
+    );
+    let rollout = sim.status.rollout.clone().unwrap();
+    assert_eq!(rollout.deadline.0.as_second(), now + limit);
+    assert_eq!(rollout.step_started_at.0.as_second(), now);
+    // The same for one that stands.
+    let mut sim = settled(spec());
+    sim.edit(change);
+    until(&mut sim, Step::Approve);
+    sim.skew = -50_000;
+    sim.reconcile(usize::MAX);
+    let rollout = sim.status.rollout.clone().unwrap();
+    assert_eq!(rollout.stopped_at.unwrap().0.as_second(), sim.now + sim.skew);
 }
