@@ -36,6 +36,9 @@ pub struct Found {
     /// Control ports.
     pub prefills: Vec<String>,
     pub decodes: Vec<String>,
+    /// What there is instead of a process, where a role should have one and no pod of it has an address.
+    pub no_prefill: Option<String>,
+    pub no_decode: Option<String>,
     /// Where each process shows its metrics, by its pod.
     pub ops: Vec<(String, String)>,
     pub model: Option<String>,
@@ -112,6 +115,8 @@ pub async fn find(args: &ClusterArgs, name: &str, router_pod: Option<&str>) -> R
         token,
         prefills,
         decodes,
+        no_prefill: absent(&deployment, &pods, "prefill"),
+        no_decode: absent(&deployment, &pods, "decode"),
         ops,
         model: deployment.object.data["spec"]["model"]["name"]
             .as_str()
@@ -123,6 +128,41 @@ pub async fn find(args: &ClusterArgs, name: &str, router_pod: Option<&str>) -> R
             pods,
         },
     })
+}
+
+/// What there is instead of a process of a role.
+fn absent(deployment: &Deployment, pods: &[Pod], role: &str) -> Option<String> {
+    let of_role = || pods.iter().filter(|pod| label(pod, ROLE) == Some(role));
+    let wanted = deployment.object.data["spec"][role]["replicas"].as_i64().unwrap_or(1);
+    if wanted == 0 || of_role().any(|pod| ip(pod).is_some()) {
+        return None;
+    }
+    let told = |pod: &Pod| format!("pod {} {}", pod_name(pod), waits_for(pod));
+    let there: Vec<String> = of_role().map(told).collect();
+    Some(if there.is_empty() {
+        "there is no pod of it".to_owned()
+    } else {
+        there.join("; ")
+    })
+}
+
+/// Why a pod has no address, as the cluster says it.
+fn waits_for(pod: &Pod) -> String {
+    let status = pod.status.as_ref();
+    let conditions = status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let mut failed = conditions.filter(|one| one.status == "False" && one.message.is_some());
+    let phase = status.and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
+    match failed.next() {
+        Some(one) => {
+            let (reason, message) = (one.reason.as_deref(), one.message.as_deref());
+            format!(
+                "is {phase}: {}: {}",
+                reason.unwrap_or_default(),
+                message.unwrap_or_default()
+            )
+        }
+        None => format!("is {phase} and has no address"),
+    }
 }
 
 /// The pods to which no port is forwarded; each is told of. What a process behind it does is not known from here, and nothing is said of
@@ -213,6 +253,11 @@ fn port(pod: &Pod, name: &str) -> Option<u16> {
 }
 
 impl Run {
+    /// What its pods are told by.
+    pub fn place(&self) -> String {
+        format!("the pods of {}/{}", self.cluster.namespace, self.deployment.name())
+    }
+
     /// The object, without what kubectl keeps in it: that has values of variables as text.
     pub fn object(&self) -> Value {
         let mut object = self.deployment.object.clone();

@@ -22,6 +22,8 @@ pub struct Facts<'a> {
     pub blocked_note: Note,
     /// Engines by their own word, with what the router says of each.
     pub engines: Vec<EngineFacts<'a>>,
+    /// Sides without any process.
+    pub missing: Vec<(Side, Note)>,
     /// The router names engines that nobody looked at: what these do is not known.
     pub strangers: bool,
     probes: Vec<(&'a Probe, Note)>,
@@ -87,6 +89,7 @@ impl<'a> Facts<'a> {
             blocked: Vec::new(),
             blocked_note: 0,
             engines: Vec::new(),
+            missing: Vec::new(),
             strangers: false,
             probes: Vec::new(),
         };
@@ -196,6 +199,10 @@ impl<'a> Facts<'a> {
             .flat_map(|heard| &heard.engines);
         let looked_at = |of: &HeardEngine| record.engines.iter().any(|engine| engine.endpoint == of.endpoint);
         self.strangers = !named.into_iter().all(looked_at);
+        for missing in &record.missing {
+            let said = format!("no {} runs: {}", missing.side.name(), missing.why);
+            self.missing.push((missing.side, notes.take(&missing.place, said)));
+        }
         for engine in &record.engines {
             let known = heard.and_then(|heard| heard.read());
             let heard_of = known.and_then(|known| known.engines.iter().find(|heard| heard.endpoint == engine.endpoint));

@@ -102,6 +102,7 @@ pub async fn record(target: &Target, options: &Options) -> Record {
         clients,
         heard,
         engines,
+        missing: target.missing.clone(),
         probes,
     }
 }

@@ -203,6 +203,7 @@ pub fn well(via: bool, others: bool) -> Record {
             },
         )],
         engines: vec![engine(Side::Prefill, load()), engine(Side::Decode, decode)],
+        missing: Vec::new(),
         probes,
     }
 }
@@ -227,6 +228,24 @@ pub fn last_load(record: &mut Record, side: Side) -> &mut Load {
     match &mut record.engines[side as usize].loads[1].found {
         Found::Read(load) => load,
         Found::Failed(_) => unreachable!(),
+    }
+}
+
+/// No pod of a side has an address any more: its Service has no endpoint, and the router knows none.
+pub fn remove(record: &mut Record, side: Side) {
+    record.missing.push(Missing {
+        side,
+        place: "the pods of d/chat".to_owned(),
+        why: "none is there".to_owned(),
+    });
+    heard(record).retain(|heard| heard.side != side.name());
+    record.engines.retain(|engine| engine.side != side);
+    record
+        .probes
+        .retain(|probe| probe.way != Way::Pair && (side == Side::Prefill || probe.way != Way::Decode));
+    let code = format!("no_{}_engine", side.name());
+    for way in [Way::Via, Way::Router] {
+        all(record, way, &refused(Some(503), &code, "router"));
     }
 }
 

@@ -30,7 +30,20 @@ pub struct Record {
     pub heard: Vec<Reading<Heard>>,
     /// What each engine says of itself, asked directly.
     pub engines: Vec<Engine>,
+    /// Sides of which the cluster has no process.
+    #[serde(default)]
+    pub missing: Vec<Missing>,
     pub probes: Vec<Probe>,
+}
+
+/// A side that should be there, and has no pod with an address.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Missing {
+    pub side: Side,
+    /// Where that is said.
+    pub place: String,
+    /// What there is instead.
+    pub why: String,
 }
 
 /// What was taken for long.

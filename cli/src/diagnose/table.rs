@@ -10,7 +10,8 @@ use tandem_faults::rows::Row::*;
 use super::code;
 use super::observation::Observation;
 use super::planted::{
-    STUCK, all, clients, failed, hangs, heard, inflight, last_load, layer, passes, planted, request, victim, well,
+    STUCK, all, clients, failed, hangs, heard, inflight, last_load, layer, passes, planted, remove, request, victim,
+    well,
 };
 use super::record::*;
 use super::verdict::{Finding, Layer, Standing, Verdict, verdict};
@@ -35,6 +36,23 @@ fn a_planted_fault_is_blamed_on_another_layer_or_on_none() {
                 fault.finding(),
                 "{fault:?}, others: {others}: {verdict:#?}"
             );
+        }
+    }
+}
+
+#[test]
+fn a_side_without_a_pod_is_blamed_on_the_router_that_says_so() {
+    for (side, layer) in [(Side::Prefill, Layer::Prefill), (Side::Decode, Layer::Decode)] {
+        for via in [false, true] {
+            for queued in [false, true] {
+                let mut record = well(via, false);
+                remove(&mut record, side);
+                if queued {
+                    victim(&mut record, request("queue", 9_000));
+                }
+                let verdict = verdict(&record);
+                assert_eq!(suspects(&verdict), [layer], "{side:?} {via} {queued}: {verdict:#?}");
+            }
         }
     }
 }

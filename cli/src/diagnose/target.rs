@@ -7,7 +7,7 @@ use serde_json::Value;
 use tandem_secrets::{SecretFile, Token};
 
 use super::gather::{AdminPort, Origin};
-use super::record::Side;
+use super::record::{Missing, Side};
 use crate::bench::key;
 use crate::cluster::{ClusterArgs, Found, Run, find};
 use crate::http::Road;
@@ -61,6 +61,8 @@ pub struct Target {
     pub router: Option<String>,
     pub admin: Option<Admin>,
     pub engines: Vec<(Side, String)>,
+    /// Sides that should be there, and are not.
+    pub missing: Vec<Missing>,
     /// Where each process shows its metrics, by its name.
     pub ops: Vec<(String, String)>,
     /// How all these are reached.
@@ -190,6 +192,12 @@ impl Target {
 fn of_cluster(found: Found) -> Target {
     let (router, admin) = found.router.unzip();
     let of = |side: Side, places: Vec<String>| places.into_iter().map(move |place| (side, place));
+    let absent = [(Side::Prefill, found.no_prefill), (Side::Decode, found.no_decode)];
+    let place = found.run.place();
+    let missing = absent.into_iter().filter_map(|(side, why)| {
+        let place = place.clone();
+        why.map(|why| Missing { side, place, why })
+    });
     Target {
         router,
         admin: admin.map(|place| Admin {
@@ -199,6 +207,7 @@ fn of_cluster(found: Found) -> Target {
         engines: of(Side::Prefill, found.prefills)
             .chain(of(Side::Decode, found.decodes))
             .collect(),
+        missing: missing.collect(),
         ops: found.ops,
         model: found.model,
         road: Road::Pods(found.road),

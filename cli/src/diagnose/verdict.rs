@@ -295,6 +295,7 @@ fn router(facts: &Facts<'_>) -> Opinion {
         case.points("requests wait for template and tokenizer", by);
     }
     if let Some(by) = facts.stuck_in(&["queue", "accept"])
+        && facts.missing.is_empty()
         && engines_are_free(facts)
     {
         if direct.fine() && !facts.strangers {
@@ -350,6 +351,9 @@ fn router(facts: &Facts<'_>) -> Opinion {
             );
         } else if unreachable(probe) {
             case.points("nobody answers at its address", vec![*note]);
+        } else if !facts.missing.is_empty() {
+            let missing = facts.missing.iter().map(|(_, note)| *note);
+            case.hidden(missing.chain([*note]).collect());
         } else if direct.fares_better_than(probe) {
             case.points("the way through it fails, the way past it does not", by);
         } else if direct.measured() {
@@ -447,6 +451,9 @@ fn decode(facts: &Facts<'_>) -> Opinion {
 
 /// What engines of a side say of themselves.
 fn engines(facts: &Facts<'_>, side: Side, case: &mut Case) {
+    for (_, note) in facts.missing.iter().filter(|(missing, _)| *missing == side) {
+        case.points(format!("no {} runs", side.name()), vec![*note]);
+    }
     for engine in facts.side(side) {
         let (name, by) = (format!("{} {}", side.name(), engine.endpoint), engine.notes.clone());
         match engine.condition {
