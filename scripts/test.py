@@ -109,6 +109,8 @@ LONG = [
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
     BUILD_OF_FAULTS,
     Tier("all on nodes", on_nodes(TANDEM_TEST_LOAD_SECONDS="100", TANDEM_TEST_ROWS="all"), 90, lacks=lacks_nodes, faults=True),
+    # with Kubernetes' own timers
+    Tier("nodes lost", on_nodes("lost_with_the_only", TANDEM_TEST_GRACE_SECONDS="50"), 60, lacks=lacks_nodes, faults=True),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
     # 10 minutes a reader, and a build with coverage counters before them

@@ -42,7 +42,7 @@ NAMESPACE, CLAIM = "serving", "models"
 
 
 class Cluster:
-    def __init__(self, name: str, state: pathlib.Path, network: str, nodes: int) -> None:
+    def __init__(self, name: str, state: pathlib.Path, network: str, nodes: int, grace_seconds: int = control.GRACE_SECONDS) -> None:
         self.name, self.state = name, state.absolute()
         base = network.removesuffix(".0")
         self.gateway = f"{base}.1"
@@ -50,8 +50,10 @@ class Cluster:
         plane = at("control", 10)
         self.bin = self.state / "bin"
         self.pki = Pki(self.state / "pki", f"https://{plane.address}:6443")
-        self.plane = control.Control(plane, self.pki, self.bin)
-        self.nodes = [node.Node(at(f"node{index}", 10 + index), index, self.pki, self.bin) for index in range(1, nodes + 1)]
+        self.plane = control.Control(plane, self.pki, self.bin, grace_seconds)
+        self.nodes = [
+            node.Node(at(f"node{index}", 10 + index), index, self.pki, self.bin, grace_seconds) for index in range(1, nodes + 1)
+        ]
 
     def machines(self) -> list[machine.Machine]:
         return [self.plane.machine, *(node.machine for node in self.nodes)]
@@ -273,6 +275,9 @@ def main() -> None:
     up.add_argument("--nodes", type=int, default=2, help="how many nodes")
     up.add_argument("--build", choices=images.LIMIT_SECONDS, default="prebuilt", help="where the images' binaries come from")
     up.add_argument("--no-build", action="store_true", help="take target/release as it is")
+    up.add_argument(
+        "--grace-seconds", type=int, default=control.GRACE_SECONDS, help="a node that was not heard of for so long is taken for lost"
+    )
     commands.add_parser("down", help="removes it")
     commands.add_parser("cut", help="loses a node: ends its kubelet and pulls its cable").add_argument("node")
     commands.add_parser("mend", help="brings it back").add_argument("node")
@@ -280,8 +285,10 @@ def main() -> None:
     args = parser.parse_args()
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         sys.exit("error: a cluster on this machine needs Linux and root (namespaces, mounts, cgroups); use kind or k3d otherwise")
-    nodes = args.nodes if args.command == "up" else known(args.state)
-    cluster = Cluster(args.name, args.state, args.network, nodes)
+    if args.command == "up":
+        cluster = Cluster(args.name, args.state, args.network, args.nodes, args.grace_seconds)
+    else:
+        cluster = Cluster(args.name, args.state, args.network, known(args.state))
     match args.command:
         case "up":
             cluster.up(args.build, not args.no_build)

@@ -10,9 +10,8 @@ from pki import Pki
 SERVICES = "10.96.0.0/16"
 API_SERVICE = "10.96.0.1"
 DNS_SERVICE = "10.96.0.10"
-# A node that was not heard of for so long is taken for lost, and its pods are replaced so much later.
+# A node that was not heard of for so long is taken for lost; Kubernetes' own are 50 seconds.
 GRACE_SECONDS = 30
-EVICTION_SECONDS = 5
 
 # CoreDNS wants braces on lines of their own.
 COREFILE = """
@@ -28,8 +27,8 @@ COREFILE = """
 
 
 class Control:
-    def __init__(self, machine: Machine, pki: Pki, bin: pathlib.Path) -> None:
-        self.machine, self.pki, self.bin = machine, pki, bin
+    def __init__(self, machine: Machine, pki: Pki, bin: pathlib.Path, grace_seconds: int) -> None:
+        self.machine, self.pki, self.bin, self.grace_seconds = machine, pki, bin, grace_seconds
 
     def start(self) -> None:
         """Starts all servers and waits until the API is ready."""
@@ -51,8 +50,6 @@ class Control:
             f"--service-account-key-file={path('accounts.pub')}", f"--service-account-signing-key-file={path('accounts.key')}",
             f"--kubelet-client-certificate={path('kubelet-client.crt')}", f"--kubelet-client-key={path('kubelet-client.key')}",
             "--kubelet-preferred-address-types=InternalIP",
-            f"--default-not-ready-toleration-seconds={EVICTION_SECONDS}",
-            f"--default-unreachable-toleration-seconds={EVICTION_SECONDS}",
         )  # fmt: skip
         ready = ["get", "--raw=/readyz", "--request-timeout=5s"]
         tools.wait(
@@ -62,7 +59,7 @@ class Control:
             "kube-controller-manager", self.bin / "kube-controller-manager",
             f"--kubeconfig={pki.kubeconfig('system:kube-controller-manager')}", "--leader-elect=false",
             f"--service-account-private-key-file={path('accounts.key')}", f"--root-ca-file={path('ca.crt')}",
-            "--use-service-account-credentials", f"--node-monitor-grace-period={GRACE_SECONDS}s", "--node-monitor-period=1s",
+            "--use-service-account-credentials", f"--node-monitor-grace-period={self.grace_seconds}s", "--node-monitor-period=1s",
         )  # fmt: skip
         scheduler = f"--kubeconfig={pki.kubeconfig('system:kube-scheduler')}"
         machine.start("kube-scheduler", self.bin / "kube-scheduler", scheduler, "--leader-elect=false")

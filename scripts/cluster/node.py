@@ -32,8 +32,8 @@ version = 2
 
 
 class Node:
-    def __init__(self, machine: Machine, index: int, pki: Pki, bin: pathlib.Path) -> None:
-        self.machine, self.index, self.pki, self.bin = machine, index, pki, bin
+    def __init__(self, machine: Machine, index: int, pki: Pki, bin: pathlib.Path, grace_seconds: int) -> None:
+        self.machine, self.index, self.pki, self.bin, self.grace_seconds = machine, index, pki, bin, grace_seconds
         # Nobody translates addresses between pods: NetworkPolicies see who calls.
         self.pods = f"10.244.{index}.0/24"
 
@@ -110,7 +110,7 @@ class Node:
             "imageGCHighThresholdPercent": 100,
             "syncFrequency": "2s",
             "nodeStatusUpdateFrequency": "2s",
-            "nodeLeaseDurationSeconds": control.GRACE_SECONDS,
+            "nodeLeaseDurationSeconds": self.grace_seconds,
             # A folder of the model's is not to be measured again and again.
             "volumeStatsAggPeriod": "-1s",
         }

@@ -92,6 +92,7 @@ impl Nodes {
         let made = Command::new(&program[0])
             .args(&program[1..])
             .args(["up", "--no-build"])
+            .args(std::env::var("TANDEM_TEST_GRACE_SECONDS").map(|seconds| format!("--grace-seconds={seconds}")))
             .status()
             .expect("python3 starts");
         assert!(made.success(), "scripts/cluster up: {made}");

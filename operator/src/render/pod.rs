@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{
     Capabilities, ConfigMapVolumeSource, Container, ContainerPort, EmptyDirVolumeSource, EnvVar, EnvVarSource,
     HTTPGetAction, LocalObjectReference, PersistentVolumeClaimVolumeSource, PodSecurityContext, PodSpec,
     PodTemplateSpec, Probe, ResourceRequirements, SeccompProfile, SecretKeySelector, SecretVolumeSource,
-    SecurityContext, Volume, VolumeMount,
+    SecurityContext, Toleration, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -27,6 +27,13 @@ const USER: i64 = 65_532;
 pub const CONTAINER: &str = "tandem";
 /// Between the end of the drain and SIGKILL.
 const AFTER_DRAIN_SECONDS: i64 = 30;
+/// A pod of a node that is out of reach is replaced after so long: nobody can use it, and Kubernetes' own five minutes are ones
+/// without its role.
+const OUT_OF_REACH_SECONDS: i64 = 20;
+/// The taints of such a node.
+const OUT_OF_REACH: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+/// The effect of a taint that ends pods.
+const EVICTS: &str = "NoExecute";
 /// Between two looks at a process that starts.
 const STARTUP_PERIOD_SECONDS: i32 = 1;
 
@@ -166,7 +173,7 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
             volumes: Some(volumes),
             node_selector: some(pod.node_selector.clone()),
             affinity: pod.affinity.clone(),
-            tolerations: (!pod.tolerations.is_empty()).then(|| pod.tolerations.clone()),
+            tolerations: Some(tolerations(&pod.tolerations)),
             priority_class_name: text(&pod.priority_class_name),
             runtime_class_name: text(&pod.runtime_class_name),
             image_pull_secrets: (!pod.image_pull_secrets.is_empty()).then(|| {
@@ -178,6 +185,26 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
             ..PodSpec::default()
         }),
     }
+}
+
+/// Those that are given, and what they leave open about a node that is out of reach.
+fn tolerations(given: &[Toleration]) -> Vec<Toleration> {
+    let covers = |one: &Toleration, taint| {
+        let (key, effect) = (one.key.as_deref(), one.effect.as_deref());
+        key.is_none_or(|key| key.is_empty() || key == taint)
+            && effect.is_none_or(|effect| effect.is_empty() || effect == EVICTS)
+    };
+    let open = OUT_OF_REACH
+        .into_iter()
+        .filter(|taint| !given.iter().any(|one| covers(one, *taint)));
+    let own = open.map(|taint| Toleration {
+        key: Some(taint.to_owned()),
+        operator: Some("Exists".to_owned()),
+        effect: Some(EVICTS.to_owned()),
+        toleration_seconds: Some(OUT_OF_REACH_SECONDS),
+        ..Toleration::default()
+    });
+    given.iter().cloned().chain(own).collect()
 }
 
 fn text(value: &str) -> Option<String> {

@@ -128,6 +128,34 @@ fn a_pod_takes_all_that_the_spec_says_of_it() {
 }
 
 #[test]
+fn a_toleration_of_a_node_out_of_reach_is_added_to_one_that_speaks_of_it() {
+    for (given, expected) in [
+        (serde_json::json!([]), [Some(20), Some(20)]),
+        (serde_json::json!([{"operator": "Exists"}]), [None, None]),
+        (
+            serde_json::json!([{"operator": "Exists", "effect": "NoSchedule"}]),
+            [Some(20), Some(20)],
+        ),
+        (
+            serde_json::json!([{
+                "key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 90,
+            }]),
+            [Some(20), Some(90)],
+        ),
+    ] {
+        let spec = spec(&serde_json::json!({"decode": {"backend": "Cpu", "pod": {"tolerations": given}}}));
+        let made = json(engine::template(&OWNER, &spec, of(Role::Decode)));
+        let all = made["spec"]["tolerations"].as_array().expect("tolerations");
+        let seconds = ["not-ready", "unreachable"].map(|taint| {
+            let taint = format!("node.kubernetes.io/{taint}");
+            let one = all.iter().find(|one| one["key"] == taint.as_str());
+            one.and_then(|one| one["tolerationSeconds"].as_i64())
+        });
+        assert_eq!(seconds, expected, "{all:?}");
+    }
+}
+
+#[test]
 fn a_revision_that_the_spec_names_does_not_reach_the_engines() {
     let digest = "0f".repeat(32);
     let mut named = spec(&serde_json::json!({}));
