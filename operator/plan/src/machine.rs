@@ -596,11 +596,9 @@ impl<'a> Machine<'a> {
         ];
         let needed: Vec<&Revision> = names.iter().filter_map(|id| self.stored(id)).collect();
         let workloads = self.desired.intents(&needed);
-        let spare = self.input.revisions.iter().filter(|revision| {
-            let of_it = |workload: &crate::intents::WorkloadIntent| workload.template.as_ref() == Some(&revision.id);
-            !names.contains(&revision.id.as_str()) && !workloads.iter().any(of_it)
-        });
-        let spare: Vec<String> = spare.map(|revision| revision.id.clone()).collect();
+        // Templates are of these three alone: what moves, moves to one of them.
+        let ids = self.input.revisions.iter().map(|revision| &revision.id);
+        let spare: Vec<String> = ids.filter(|id| !names.contains(&id.as_str())).cloned().collect();
         let surplus = spare
             .len()
             .saturating_sub(self.input.spec.history_limit.max(0) as usize);

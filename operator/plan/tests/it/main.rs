@@ -637,6 +637,58 @@ fn a_restart_that_is_done_is_not_done_again_by_an_edit_that_cuts_another_off() {
 }
 
 #[test]
+fn a_restart_of_one_role_that_is_cut_off_restarts_another() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.restart.token = "one".into());
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    let before = Role::ALL.map(|role| sim.uids(role));
+    sim.edit(|spec| {
+        spec.restart.token = "two".into();
+        spec.restart.scope = RestartRoles::DecodeOnly;
+    });
+    sim.reconcile(usize::MAX);
+    sim.edit(|spec| spec.router.image = "router:2".into());
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    ready(&sim);
+    let restarted = Role::ALL.map(|role| !before.contains(&sim.uids(role)));
+    let expected = Role::ALL.map(|role| role != Role::Prefill);
+    assert_eq!(restarted, expected);
+}
+
+#[test]
+fn history_says_which_fields_changed() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| {
+        spec.decode.parallelism.tensor = 2;
+        spec.router.image = "router:2".into();
+    });
+    assert!(sim.rest(300), "{:#?}", sim.status);
+    let mut changed: Vec<&str> = sim.status.history[0]
+        .changed
+        .iter()
+        .map(|one| one.path.as_str())
+        .collect();
+    changed.sort_unstable();
+    assert_eq!(changed, ["decode.parallelism.tensor", "router.image"]);
+}
+
+#[test]
+fn so_many_revisions_are_kept_beside_those_in_use_and_the_newest() {
+    let mut start = spec();
+    start.history_limit = 2;
+    let mut sim = settled(start);
+    let mut made = vec![sim.revisions[0].id.clone()];
+    for image in ["engine:2", "engine:3", "engine:4", "engine:5"] {
+        sim.edit(|spec| spec.decode.image = image.into());
+        assert!(sim.rest(300), "{:#?}", sim.status);
+        ready(&sim);
+        made.push(sim.status.revisions.running.clone());
+    }
+    let kept: Vec<&str> = sim.revisions.iter().map(|stored| stored.id.as_str()).collect();
+    assert_eq!(kept, made[2..]);
+}
+
+#[test]
 fn attempts_of_the_same_change_are_counted_until_one_succeeds() {
     let mut sim = settled(spec());
     let mut bad = sim.spec.clone();
@@ -715,6 +767,18 @@ fn deletion_ends_requests_within_the_drain_and_makes_nothing() {
         assert_eq!(sim.world.order, Some(Traffic::Reject));
         assert_eq!(sim.wrong, [""; 0]);
         assert_eq!(stuck, ticks > 8, "{ticks}");
+    }
+}
+
+#[test]
+fn a_deletion_waits_for_requests_until_the_drain_is_over_and_no_longer() {
+    let mut sim = settled(spec());
+    sim.deleting = Some(sim.now);
+    let drain = i64::from(sim.spec.timeouts.drain_seconds);
+    for (later, waits) in [(drain - 1, true), (drain, false)] {
+        let mut sim = sim.clone();
+        sim.now += later;
+        assert_eq!(sim.plan().finalizer, waits, "{later}");
     }
 }
 

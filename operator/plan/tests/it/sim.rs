@@ -242,6 +242,7 @@ impl Sim {
                 .as_ref()
                 .and_then(|id| self.revisions.iter().find(|stored| &stored.id == id));
             let template = template.unwrap_or_else(|| panic!("{intent:?} has no stored template"));
+            assert_eq!(template.hash(intent.role), intent.revision, "{intent:?}");
             self.world.workloads.push(Workload {
                 role: intent.role,
                 revision: intent.revision.clone(),

@@ -2,7 +2,7 @@
 
 use tandem_crds::status::{Direction, Step};
 use tandem_crds::{Approval, PDDeploymentSpec, Role};
-use tandem_plan::{Pod, Traffic, Trouble, Workload};
+use tandem_plan::{Plan, Pod, Traffic, Trouble, Workload, WorkloadIntent};
 
 use crate::sim::{Sim, TICK_SECONDS};
 use crate::{ready, settled, spec};
@@ -41,6 +41,33 @@ fn a_change_of_one_role_waits_for_another_that_comes_back_or_not_for_one_in_trou
         }
         assert_eq!(step(&sim), if in_trouble { Step::Decode } else { Step::Prefill });
     }
+    // one of two that serves comes no more, and that which goes stands for none
+    let mut start = spec();
+    start.prefill.gpus_per_replica = 2;
+    start.prefill.replicas = 2;
+    let mut sim = settled(start);
+    down(&mut sim, Role::Prefill, true);
+    let gone = sim
+        .world
+        .pods
+        .iter()
+        .find(|pod| pod.role == Role::Prefill)
+        .unwrap()
+        .clone();
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    until(&mut sim, Step::Quiesce);
+    for pod in &mut sim.world.pods {
+        pod.in_flight = 0;
+    }
+    assert_eq!(step(&sim), Step::Decode);
+    down(&mut sim, Role::Prefill, false);
+    assert_eq!(step(&sim), Step::Prefill);
+    sim.world.pods.push(Pod {
+        terminating: true,
+        uid: "gone".into(),
+        ..gone
+    });
+    assert_eq!(step(&sim), Step::Prefill);
     // and so for what comes after the engines
     for in_trouble in [false, true] {
         let mut sim = settled(spec());
@@ -291,4 +318,168 @@ fn a_clock_that_goes_back_lets_nothing_wait_for_longer_than_it_may() {
     sim.reconcile(usize::MAX);
     let rollout = sim.status.rollout.clone().unwrap();
     assert_eq!(rollout.stopped_at.unwrap().0.as_second(), sim.now + sim.skew);
+}
+
+/// What a role's workload of the newest stored revision asks for, as it is planned now.
+fn asked(sim: &Sim, role: Role) -> i32 {
+    let hash = sim.revisions.last().unwrap().hash(role).to_owned();
+    let mut intents = sim.plan().workloads.into_iter();
+    let of_it = intents.find(|intent| intent.role == role && intent.revision == hash);
+    of_it.map_or(0, |intent| intent.replicas)
+}
+
+#[test]
+fn a_role_that_goes_to_zero_is_quiesced_once() {
+    let mut start = spec();
+    start.gpus.budget = 12;
+    let mut sim = settled(start);
+    sim.edit(|spec| spec.decode.replicas = 0);
+    until(&mut sim, Step::Quiesce);
+    until(&mut sim, Step::Decode);
+    assert!(sim.rest(100), "{:#?}", sim.status);
+    assert_eq!(sim.serving(Role::Decode), 0);
+    // It is not there to be taken away, and a role beside it has room.
+    sim.edit(|spec| spec.router.image = "router:2".into());
+    let writes = sim.writes.len();
+    assert!(sim.rest(100), "{:#?}", sim.status);
+    let held = |write: &String| write.contains("Queue");
+    assert!(!sim.writes[writes..].iter().any(held), "{:?}", sim.writes);
+}
+
+#[test]
+fn a_new_contract_keeps_none_of_the_old_replicas() {
+    let mut start = spec();
+    (start.prefill.replicas, start.prefill.gpus_per_replica) = (3, 1);
+    (start.decode.replicas, start.decode.gpus_per_replica) = (3, 1);
+    start.gpus.budget = 16;
+    let mut sim = settled(start);
+    sim.edit(|spec| spec.model.revision = "ab".repeat(32));
+    for (step, role) in [(Step::Prefill, Role::Prefill), (Step::Decode, Role::Decode)] {
+        until(&mut sim, step);
+        let hash = sim.revisions.last().unwrap().hash(role).to_owned();
+        let old = |workload: &&Workload| workload.role == role && workload.revision != hash;
+        let left: i32 = sim.world.workloads.iter().filter(old).map(|old| old.replicas).sum();
+        assert_eq!((left, asked(&sim, role)), (0, 3), "{role:?}");
+    }
+    assert!(sim.rest(200), "{:#?}", sim.status);
+    ready(&sim);
+}
+
+#[test]
+fn replicas_are_added_at_once_where_none_is_replaced() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| {
+        spec.gpus.budget = 16;
+        spec.decode.replicas = 3;
+    });
+    sim.reconcile(usize::MAX);
+    assert_eq!(asked(&sim, Role::Decode), 3);
+}
+
+#[test]
+fn a_pod_without_gpus_waits_for_none() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| {
+        spec.gpus.budget = 4;
+        spec.decode.gpus_per_replica = 0;
+    });
+    until(&mut sim, Step::Decode);
+    assert!(sim.world.pods.iter().map(|pod| pod.gpus).sum::<i32>() > 4);
+    assert_eq!(asked(&sim, Role::Decode), 1);
+}
+
+#[test]
+fn fewer_replicas_are_waited_for() {
+    let mut start = spec();
+    (start.decode.replicas, start.decode.gpus_per_replica) = (3, 1);
+    let mut sim = settled(start);
+    sim.edit(|spec| spec.decode.replicas = 2);
+    sim.reconcile(usize::MAX);
+    assert_eq!((step(&sim), asked(&sim, Role::Decode)), (Step::Decode, 2));
+    assert!(sim.rest(100), "{:#?}", sim.status);
+    ready(&sim);
+}
+
+#[test]
+fn the_last_old_replica_is_waited_for_until_the_new_ones_are_known() {
+    let mut start = spec();
+    (start.decode.replicas, start.decode.gpus_per_replica) = (2, 1);
+    let mut sim = settled(start);
+    sim.edit(|spec| spec.decode.image = "engine:2".into());
+    sim.reconcile(usize::MAX);
+    let hash = sim.revisions.last().unwrap().hash(Role::Decode).to_owned();
+    let new = |sim: &Sim| -> Vec<String> {
+        let ready = sim.world.pods.iter().filter(|pod| pod.ready && pod.revision == hash);
+        ready.map(|pod| pod.uid.clone()).collect()
+    };
+    sim.route_seconds = 100_000;
+    sim.until(|sim| new(sim).len() == 1);
+    assert_eq!(step(&sim), Step::Decode);
+    let old = |plan: &Plan| {
+        let intents = plan.workloads.iter().filter(|intent| intent.role == Role::Decode);
+        intents
+            .filter(|intent| intent.revision != hash)
+            .map(|intent| intent.replicas)
+            .sum::<i32>()
+    };
+    assert_eq!(old(&sim.plan()), 1);
+}
+
+#[test]
+fn a_workload_goes_only_with_its_last_pod_and_what_may_come_back_stays() {
+    let mut sim = settled(spec());
+    let old = sim.revisions[0].hash(Role::Decode).to_owned();
+    sim.stop_seconds = 10_000;
+    sim.edit(|spec| (spec.gpus.budget, spec.decode.parallelism.tensor) = (16, 2));
+    let has = |sim: &Sim| {
+        let plan = sim.plan();
+        let template = |intent: &WorkloadIntent| {
+            let stored = sim
+                .revisions
+                .iter()
+                .find(|stored| Some(&stored.id) == intent.template.as_ref());
+            stored.is_none_or(|stored| stored.hash(intent.role) == intent.revision)
+        };
+        assert!(plan.workloads.iter().all(template), "{:#?}", plan.workloads);
+        plan.workloads.iter().any(|intent| intent.revision == old)
+    };
+    until(&mut sim, Step::Gates);
+    let of_old = |pod: &Pod| pod.revision == old;
+    assert!(sim.world.pods.iter().any(of_old));
+    let mut without = sim.clone();
+    without.world.pods.retain(|pod| !of_old(pod));
+    assert!(has(&without), "a revert would need it");
+    sim.until(|sim| sim.status.rollout.is_none());
+    assert!(has(&sim), "its last pod ends yet");
+    sim.world.pods.retain(|pod| !of_old(pod));
+    assert!(!has(&sim));
+    // Its name alone, of another role, is not its own.
+    let other = Pod::unheard("other".into(), "other".into(), Role::Prefill, old.clone());
+    sim.world.pods.push(other);
+    assert!(!has(&sim));
+}
+
+#[test]
+fn a_pod_whose_workload_is_gone_holds_its_gpus_until_it_is_gone_too() {
+    let mut sim = settled(spec());
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    until(&mut sim, Step::Decode);
+    let new = sim.revisions.last().unwrap().clone();
+    let is_old = |role, revision: &str| role == Role::Decode && revision != new.hash(Role::Decode);
+    sim.world
+        .workloads
+        .retain(|workload| !is_old(workload.role, &workload.revision));
+    sim.world.pods.retain(|pod| !is_old(pod.role, &pod.revision));
+    assert_eq!(asked(&sim, Role::Decode), 1);
+    for revision in ["d-gone", new.hash(Role::Prefill)] {
+        let mut sim = sim.clone();
+        sim.world.pods.push(Pod {
+            gpus: 4,
+            terminating: true,
+            ..Pod::unheard("gone".into(), "gone".into(), Role::Decode, revision.into())
+        });
+        assert_eq!(asked(&sim, Role::Decode), 0, "{revision}");
+        sim.world.pods.last_mut().unwrap().lost = true;
+        assert_eq!(asked(&sim, Role::Decode), 1, "{revision}");
+    }
 }
