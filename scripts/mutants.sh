@@ -14,7 +14,7 @@ export PROPTEST_CASES="${PROPTEST_CASES:-100}" PROPTEST_MAX_SHRINK_ITERS=0
 mkdir -p target
 status=0
 "$root/bin/cargo-mutants" mutants --package tandem-plan --test-package tandem-plan --profile mutants --output target \
-    --jobs 1 --minimum-test-timeout 120 "$@" || status=$?
+    --jobs "${MUTANTS_JOBS:-2}" --minimum-test-timeout 60 "$@" || status=$?
 # 2: some survived, 3: some took too long; the rest is no result
 case $status in 0 | 2 | 3) ;; *) exit "$status" ;; esac
 python3 scripts/survivors.py target/mutants.out/outcomes.json operator/plan/survivors.txt

@@ -113,6 +113,7 @@ LONG = [
     Tier("nodes lost", on_nodes("lost_with_the_only", TANDEM_TEST_GRACE_SECONDS="50"), 60, lacks=lacks_nodes, faults=True),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),
+    Tier("mutants", ["scripts/mutants.sh"], 180, counts=False),
     # 10 minutes a reader, and a build with coverage counters before them
     Tier("fuzz", ["scripts/fuzz.sh", "all", "600"], 60 + 10 * len(list((ROOT / "fuzz" / "targets").iterdir())), counts=False),
 ]

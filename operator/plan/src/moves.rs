@@ -112,8 +112,8 @@ impl<'a> Desired<'a> {
             }
             self.workloads[at].0.replicas += 1;
         }
-        self.old_replicas(role, hash) > 0 || self.workloads[at].0.replicas != wanted || {
-            // A change of this pass counts only once it is seen.
+        self.workloads[at].0.replicas != wanted || {
+            // A change of this pass counts only once it is seen, that of an old workload too.
             let seen = |workload: &&Workload| workload.role == role && workload.revision == hash;
             self.world.workloads.iter().find(seen).map(|workload| workload.replicas) != Some(wanted)
                 || self.world.old(role, hash).next().is_some()

@@ -117,11 +117,11 @@ fn role(sim: &Sim, role: Role) -> RoleStatus {
     roles.find(|one| one.name == role).unwrap()
 }
 
-fn trouble(reason: &str) -> Option<Trouble> {
-    Some(Trouble {
+fn trouble(reason: &str) -> Trouble {
+    Trouble {
         reason: reason.into(),
         message: "of some kind".into(),
-    })
+    }
 }
 
 #[test]
@@ -188,10 +188,8 @@ fn a_pod_of_another_revision_that_stays_is_told_and_one_that_goes_is_not() {
         .unwrap()
         .clone();
     "d-old".clone_into(&mut old.revision);
-    (
-        "of-before".clone_into(&mut old.name),
-        "another".clone_into(&mut old.uid),
-    );
+    "of-before".clone_into(&mut old.name);
+    "another".clone_into(&mut old.uid);
     old.ready = false;
     for (terminating, lost, stays) in [(false, false, true), (true, false, false), (false, true, false)] {
         let mut sim = sim.clone();
@@ -220,13 +218,13 @@ fn only_pods_that_stay_lack_capacity() {
     ] {
         let mut sim = sim.clone();
         let pod = &mut sim.world.pods[0];
-        pod.trouble = trouble(reason);
+        pod.trouble = Some(trouble(reason));
         (pod.ready, pod.terminating, pod.lost) = (false, terminating, lost);
         let expected = if lacks { ("False", reason) } else { ("True", "Enough") };
         assert_told(&sim, "CapacitySatisfied", expected.0, expected.1);
     }
     let mut sim = sim;
-    sim.world.workloads[0].trouble = trouble("QuotaExceeded");
+    sim.world.workloads[0].trouble = Some(trouble("QuotaExceeded"));
     assert_told(&sim, "CapacitySatisfied", "False", "QuotaExceeded");
 }
 
@@ -236,7 +234,7 @@ fn capacity_is_short_at_once_and_enough_a_minute_later() {
     sim.now += 1_000;
     for pass in 0..3 {
         let from = sim.now;
-        sim.world.pods[0].trouble = trouble("Unschedulable");
+        sim.world.pods[0].trouble = Some(trouble("Unschedulable"));
         sim.reconcile(usize::MAX);
         assert_eq!(sim.condition("CapacitySatisfied"), "False", "{pass}");
         sim.world.pods[0].trouble = None;

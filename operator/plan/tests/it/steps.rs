@@ -46,6 +46,11 @@ fn a_change_of_one_role_waits_for_another_that_comes_back_or_not_for_one_in_trou
     start.prefill.gpus_per_replica = 2;
     start.prefill.replicas = 2;
     let mut sim = settled(start);
+    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
+    until(&mut sim, Step::Quiesce);
+    for pod in &mut sim.world.pods {
+        pod.in_flight = 0;
+    }
     down(&mut sim, Role::Prefill, true);
     let gone = sim
         .world
@@ -54,11 +59,6 @@ fn a_change_of_one_role_waits_for_another_that_comes_back_or_not_for_one_in_trou
         .find(|pod| pod.role == Role::Prefill)
         .unwrap()
         .clone();
-    sim.edit(|spec| spec.decode.parallelism.tensor = 2);
-    until(&mut sim, Step::Quiesce);
-    for pod in &mut sim.world.pods {
-        pod.in_flight = 0;
-    }
     assert_eq!(step(&sim), Step::Decode);
     down(&mut sim, Role::Prefill, false);
     assert_eq!(step(&sim), Step::Prefill);
@@ -344,6 +344,21 @@ fn a_role_that_goes_to_zero_is_quiesced_once() {
     assert!(sim.rest(100), "{:#?}", sim.status);
     let held = |write: &String| write.contains("Queue");
     assert!(!sim.writes[writes..].iter().any(held), "{:?}", sim.writes);
+}
+
+#[test]
+fn a_role_that_goes_to_zero_is_quiesced_before_anything_moves() {
+    let mut start = spec();
+    (start.prefill.replicas, start.prefill.gpus_per_replica) = (3, 1);
+    start.gpus.budget = 16;
+    let mut sim = settled(start);
+    sim.edit(|spec| {
+        spec.prefill.image = "engine:2".into();
+        spec.decode.replicas = 0;
+    });
+    let steps = crate::steps(&mut sim);
+    assert_eq!(steps[..3], [Step::Admit, Step::Quiesce, Step::Prefill]);
+    assert_eq!(steps.iter().filter(|step| **step == Step::Quiesce).count(), 1);
 }
 
 #[test]
