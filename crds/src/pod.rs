@@ -21,8 +21,8 @@ pub struct Pod {
     /// Rules about nodes and other pods, as in a pod's spec.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub affinity: Option<Affinity>,
-    /// Taints that the pods tolerate, as in a pod's spec. A node that is not ready or unreachable is tolerated for 20 s, unless one
-    /// of these speaks of that.
+    /// Taints that the pods tolerate, as in a pod's spec. A node that is unreachable is tolerated for 20 s, unless one of these
+    /// speaks of that.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     pub tolerations: Vec<Toleration>,

@@ -276,7 +276,7 @@ def main() -> None:
     up.add_argument("--build", choices=images.LIMIT_SECONDS, default="prebuilt", help="where the images' binaries come from")
     up.add_argument("--no-build", action="store_true", help="take target/release as it is")
     up.add_argument(
-        "--grace-seconds", type=int, default=control.GRACE_SECONDS, help="a node that was not heard of for so long is taken for lost"
+        "--grace-seconds", type=int, default=control.GRACE_SECONDS, help="a node that was not heard of for so long is taken for lost; of a cluster that is made"
     )
     commands.add_parser("down", help="removes it")
     commands.add_parser("cut", help="loses a node: ends its kubelet and pulls its cable").add_argument("node")

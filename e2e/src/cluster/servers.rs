@@ -165,9 +165,6 @@ impl Servers {
             file("audit-log-path", &self.audit_log()),
             // One file, however long the test.
             "--audit-log-maxsize=4096".into(),
-            // A lost node's pods leave it as soon as it is known to be lost.
-            "--default-not-ready-toleration-seconds=1".into(),
-            "--default-unreachable-toleration-seconds=1".into(),
         ]
     }
 

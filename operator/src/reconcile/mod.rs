@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`pass`] | one look at a deployment, from the cache to the status |
 //! | `observe` | gathers what the planner is told |
+//! | `pace` | how soon a deployment is looked at again |
 //! | `carry` | carries a plan out, in the order of its fields |
 //! | `probe` | the completion that a plan orders, and what it proves |
 //!
@@ -11,6 +12,7 @@
 
 mod carry;
 mod observe;
+mod pace;
 mod pass;
 pub mod probe;
 
@@ -18,7 +20,6 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use jiff::SignedDuration;
 use tandem_plan::{DefaultImages, Probe};
 use tandem_telemetry::Traces;
 use tokio::task::JoinSet;
@@ -33,17 +34,8 @@ use crate::peers::{Known, Peers};
 use crate::queue::Queue;
 use crate::render::network::Reach;
 
-/// Settled deployments' processes are asked this often: a link that breaks is noticed by its ends within 15 s, and told within
-/// 30 s.
-const SETTLED: Duration = Duration::from_secs(10);
 /// Objects of others that are in the way are looked at this often.
 const CONFLICTS: Duration = Duration::from_mins(1);
-/// A change that waits for a process looks again after this, for no watch tells of it: while its step is young, as most steps
-/// end soon, and later.
-const YOUNG: Duration = Duration::from_secs(1);
-const WAITING: Duration = Duration::from_secs(5);
-/// How long a step is young.
-const YOUTH: SignedDuration = SignedDuration::from_mins(1);
 /// After a failure, doubled with each further one that comes before anything could be done.
 const FIRST_BACKOFF: Duration = Duration::from_millis(500);
 const LAST_BACKOFF: Duration = Duration::from_mins(1);

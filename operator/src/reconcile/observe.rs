@@ -15,7 +15,8 @@ use tandem_crds::{PDDeploymentSpec, PDDeploymentStatus, Role};
 use tandem_plan::{Pod, Revision, World};
 use tokio::time::Instant;
 
-use super::{CONFLICTS, Memory, PassError, Reconciler, SETTLED};
+use super::pace::Pace;
+use super::{CONFLICTS, Memory, PassError, Reconciler};
 use crate::cluster::cache::{Child, Key, View};
 use crate::cluster::kinds::Kind;
 use crate::observe::pod::PodFacts;
@@ -24,9 +25,6 @@ use crate::observe::routing;
 use crate::observe::workload;
 use crate::render::guard::TOKEN_KEY;
 use crate::render::knobs as rendered;
-
-/// During a change a process is not asked again within this.
-const FRESH: Duration = Duration::from_millis(900);
 
 /// What was observed of a deployment.
 pub struct Observed {
@@ -63,8 +61,7 @@ impl Reconciler {
             .map(|pod| (*pod).clone())
             .collect();
         self.read_token(key, view, memory).await?;
-        let max_age = if status.rollout.is_some() { FRESH } else { SETTLED };
-        self.ask(key, &serving, memory, max_age).await;
+        self.ask(key, &serving, memory, Pace::of(status, now).answers).await;
         self.look_at_conflicts(key, memory).await?;
 
         let of_spec = std::iter::once(spec).chain(revisions.iter().map(|revision| &revision.spec));

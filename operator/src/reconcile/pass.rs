@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tandem_crds::status::{Direction, RolloutStatus, Step};
+use tandem_crds::status::{Direction, RolloutStatus};
 use tandem_crds::{PDDeployment, PDDeploymentStatus};
 use tandem_plan::{Input, Plan, plan};
 use tokio::time::Instant;
 
 use super::carry::Carry;
 use super::observe::Observed;
-use super::{CONFLICTS, Ended, Memory, PassError, Reconciler, SETTLED, WAITING, YOUNG, YOUTH};
+use super::pace::{Pace, WAITING};
+use super::{CONFLICTS, Ended, Memory, PassError, Reconciler};
 use crate::cluster::cache::Key;
 use crate::cluster::events::transitions;
 use crate::cluster::write::FINALIZER;
@@ -132,16 +133,12 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         return changed();
     }
     let at = Instant::now();
-    let moves = |rollout: &&RolloutStatus| rollout.direction != Direction::Held && rollout.stopped_at.is_none();
-    let moving = plan.status.rollout.as_ref().filter(moves);
+    let moves = |rollout: &RolloutStatus| rollout.direction != Direction::Held && rollout.stopped_at.is_none();
     let soon = at
-        + match moving {
-            _ if !observed.has_processes => CONFLICTS,
-            // What is deleted waits for requests, at most for the time of a drain.
-            _ if plan.status.step == Step::Delete => YOUNG,
-            Some(rollout) if now.duration_since(rollout.step_started_at.0) < YOUTH => YOUNG,
-            Some(_) => WAITING,
-            None => SETTLED,
+        + if observed.has_processes {
+            Pace::of(&plan.status, now).again
+        } else {
+            CONFLICTS
         };
     let planned = plan.look_again.map(|again| {
         let left = again.duration_since(now).as_millis().max(0);
@@ -153,7 +150,7 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         None => looks.then_some(soon),
     };
     Ended {
-        result: if moving.is_some() {
+        result: if plan.status.rollout.as_ref().is_some_and(moves) {
             PassResult::Waiting
         } else {
             PassResult::Settled

@@ -27,11 +27,11 @@ const USER: i64 = 65_532;
 pub const CONTAINER: &str = "tandem";
 /// Between the end of the drain and SIGKILL.
 const AFTER_DRAIN_SECONDS: i64 = 30;
-/// A pod of a node that is out of reach is replaced after so long: nobody can use it, and Kubernetes' own five minutes are ones
-/// without its role.
-const OUT_OF_REACH_SECONDS: i64 = 20;
-/// The taints of such a node.
-const OUT_OF_REACH: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+/// A pod of a node that nobody hears of is replaced after so long: nobody can use it, and Kubernetes' own five minutes are ones
+/// without its role. A node that is heard of and not ready may be so for a moment, and to load a model takes long.
+const UNREACHABLE_SECONDS: i64 = 20;
+/// The taint of such a node.
+const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
 /// The effect of a taint that ends pods.
 const EVICTS: &str = "NoExecute";
 /// Between two looks at a process that starts.
@@ -125,8 +125,9 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
         ),
         resources: Some(resources(program.resources, program.gpus)),
         startup_probe: Some(Probe {
-            // one more than fit, so that none is late by a rounding
+            // one more than fit, so that none is late by a rounding; one that hangs counts as long as one that fails
             failure_threshold: Some(spec.timeouts.startup_seconds / STARTUP_PERIOD_SECONDS + 1),
+            timeout_seconds: Some(STARTUP_PERIOD_SECONDS),
             ..probe("/readyz", STARTUP_PERIOD_SECONDS)
         }),
         readiness_probe: Some(probe("/readyz", 2)),
@@ -187,21 +188,17 @@ pub fn template(owner: &Owner<'_>, spec: &PDDeploymentSpec, program: Program<'_>
     }
 }
 
-/// Those that are given, and what they leave open about a node that is out of reach.
+/// Those that are given, and one of a node that is unreachable where none of them speaks of that.
 fn tolerations(given: &[Toleration]) -> Vec<Toleration> {
-    let covers = |one: &Toleration, taint| {
-        let (key, effect) = (one.key.as_deref(), one.effect.as_deref());
-        key.is_none_or(|key| key.is_empty() || key == taint)
-            && effect.is_none_or(|effect| effect.is_empty() || effect == EVICTS)
+    let speaks = |one: &Toleration| {
+        let is_any_or = |given: &Option<String>, what| given.as_deref().is_none_or(|it| it.is_empty() || it == what);
+        is_any_or(&one.key, UNREACHABLE) && is_any_or(&one.effect, EVICTS)
     };
-    let open = OUT_OF_REACH
-        .into_iter()
-        .filter(|taint| !given.iter().any(|one| covers(one, *taint)));
-    let own = open.map(|taint| Toleration {
-        key: Some(taint.to_owned()),
+    let own = (!given.iter().any(speaks)).then(|| Toleration {
+        key: Some(UNREACHABLE.to_owned()),
         operator: Some("Exists".to_owned()),
         effect: Some(EVICTS.to_owned()),
-        toleration_seconds: Some(OUT_OF_REACH_SECONDS),
+        toleration_seconds: Some(UNREACHABLE_SECONDS),
         ..Toleration::default()
     });
     given.iter().cloned().chain(own).collect()

@@ -128,29 +128,26 @@ fn a_pod_takes_all_that_the_spec_says_of_it() {
 }
 
 #[test]
-fn a_toleration_of_a_node_out_of_reach_is_added_to_one_that_speaks_of_it() {
+fn a_node_that_is_unreachable_is_tolerated_for_20_s_unless_the_spec_speaks_of_that() {
     for (given, expected) in [
-        (serde_json::json!([]), [Some(20), Some(20)]),
-        (serde_json::json!([{"operator": "Exists"}]), [None, None]),
+        (serde_json::json!([]), Some(20)),
+        (serde_json::json!([{"operator": "Exists"}]), None),
         (
             serde_json::json!([{"operator": "Exists", "effect": "NoSchedule"}]),
-            [Some(20), Some(20)],
+            Some(20),
         ),
         (
             serde_json::json!([{
                 "key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 90,
             }]),
-            [Some(20), Some(90)],
+            Some(90),
         ),
     ] {
         let spec = spec(&serde_json::json!({"decode": {"backend": "Cpu", "pod": {"tolerations": given}}}));
         let made = json(engine::template(&OWNER, &spec, of(Role::Decode)));
         let all = made["spec"]["tolerations"].as_array().expect("tolerations");
-        let seconds = ["not-ready", "unreachable"].map(|taint| {
-            let taint = format!("node.kubernetes.io/{taint}");
-            let one = all.iter().find(|one| one["key"] == taint.as_str());
-            one.and_then(|one| one["tolerationSeconds"].as_i64())
-        });
+        let one = all.iter().find(|one| one["key"] == "node.kubernetes.io/unreachable");
+        let seconds = one.and_then(|one| one["tolerationSeconds"].as_i64());
         assert_eq!(seconds, expected, "{all:?}");
     }
 }
