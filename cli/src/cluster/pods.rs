@@ -115,8 +115,8 @@ pub async fn find(args: &ClusterArgs, name: &str, router_pod: Option<&str>) -> R
         token,
         prefills,
         decodes,
-        no_prefill: absent(&deployment, &pods, "prefill"),
-        no_decode: absent(&deployment, &pods, "decode"),
+        no_prefill: absent(&deployment.object.data["spec"], &pods, "prefill"),
+        no_decode: absent(&deployment.object.data["spec"], &pods, "decode"),
         ops,
         model: deployment.object.data["spec"]["model"]["name"]
             .as_str()
@@ -131,9 +131,9 @@ pub async fn find(args: &ClusterArgs, name: &str, router_pod: Option<&str>) -> R
 }
 
 /// What there is instead of a process of a role.
-fn absent(deployment: &Deployment, pods: &[Pod], role: &str) -> Option<String> {
+fn absent(spec: &Value, pods: &[Pod], role: &str) -> Option<String> {
     let of_role = || pods.iter().filter(|pod| label(pod, ROLE) == Some(role));
-    let wanted = deployment.object.data["spec"][role]["replicas"].as_i64().unwrap_or(1);
+    let wanted = spec[role]["replicas"].as_i64().unwrap_or(1);
     if wanted == 0 || of_role().any(|pod| ip(pod).is_some()) {
         return None;
     }
@@ -154,12 +154,9 @@ fn waits_for(pod: &Pod) -> String {
     let phase = status.and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
     match failed.next() {
         Some(one) => {
-            let (reason, message) = (one.reason.as_deref(), one.message.as_deref());
-            format!(
-                "is {phase}: {}: {}",
-                reason.unwrap_or_default(),
-                message.unwrap_or_default()
-            )
+            let words = [one.reason.as_deref(), one.message.as_deref()];
+            let words: Vec<&str> = words.into_iter().flatten().collect();
+            format!("is {phase}: {}", words.join(": "))
         }
         None => format!("is {phase} and has no address"),
     }
@@ -333,5 +330,50 @@ impl Run {
             (file, log.map_err(|error| error.to_string()))
         });
         join_all(asked).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use super::*;
+
+    fn pod(role: &str, status: &Value) -> Pod {
+        let object = json!({"metadata": {"name": "one", "labels": {ROLE: role}}, "status": status});
+        serde_json::from_value(object).unwrap()
+    }
+
+    #[test]
+    fn a_role_without_an_address_is_told_by_what_its_pods_wait_for() {
+        let pending = json!({
+            "phase": "Pending",
+            "conditions": [
+                {"type": "Initialized", "status": "True"},
+                {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"},
+            ],
+        });
+        let serves = json!({"phase": "Running", "podIP": "10.0.0.1"});
+        for (role, replicas, status, expected) in [
+            (
+                "prefill",
+                json!(1),
+                &pending,
+                Some("pod one is Pending: Unschedulable: 0/2 nodes are available"),
+            ),
+            (
+                "prefill",
+                json!(1),
+                &json!({}),
+                Some("pod one is Pending and has no address"),
+            ),
+            ("prefill", Value::Null, &serves, None),
+            ("decode", json!(1), &serves, Some("there is no pod of it")),
+            ("prefill", json!(0), &pending, None),
+        ] {
+            let spec = json!({"prefill": {"replicas": replicas}});
+            let said = absent(&spec, &[pod(role, status)], "prefill");
+            assert_eq!(said.as_deref(), expected, "{role} {status}");
+        }
     }
 }

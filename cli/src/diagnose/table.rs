@@ -41,7 +41,7 @@ fn a_planted_fault_is_blamed_on_another_layer_or_on_none() {
 }
 
 #[test]
-fn a_side_without_a_pod_is_blamed_on_the_router_that_says_so() {
+fn a_side_without_a_pod_is_named_and_excuses_the_router_of_that_alone() {
     for (side, layer) in [(Side::Prefill, Layer::Prefill), (Side::Decode, Layer::Decode)] {
         for via in [false, true] {
             for queued in [false, true] {
@@ -55,6 +55,15 @@ fn a_side_without_a_pod_is_blamed_on_the_router_that_says_so() {
             }
         }
     }
+    // Decode reads prompts itself, and requests do not get there.
+    let mut record = well(true, false);
+    remove(&mut record, Side::Prefill);
+    victim(&mut record, request("accept", 9_000));
+    for way in [Way::Via, Way::Router] {
+        all(&mut record, way, &hangs(Some("accept")));
+    }
+    let verdict = verdict(&record);
+    assert_eq!(suspects(&verdict), [Layer::Router, Layer::Prefill], "{verdict:#?}");
 }
 
 #[test]

@@ -294,8 +294,13 @@ fn router(facts: &Facts<'_>) -> Opinion {
     if let Some(by) = facts.stuck_in(&["text"]) {
         case.points("requests wait for template and tokenizer", by);
     }
-    if let Some(by) = facts.stuck_in(&["queue", "accept"])
-        && facts.missing.is_empty()
+    // without an engine they wait in its queue, and nowhere further in
+    let idle = if facts.missing.is_empty() {
+        &["queue", "accept"][..]
+    } else {
+        &["accept"]
+    };
+    if let Some(by) = facts.stuck_in(idle)
         && engines_are_free(facts)
     {
         if direct.fine() && !facts.strangers {
@@ -351,7 +356,7 @@ fn router(facts: &Facts<'_>) -> Opinion {
             );
         } else if unreachable(probe) {
             case.points("nobody answers at its address", vec![*note]);
-        } else if !facts.missing.is_empty() {
+        } else if !facts.missing.is_empty() && lacks_engines(probe) {
             let missing = facts.missing.iter().map(|(_, note)| *note);
             case.hidden(missing.chain([*note]).collect());
         } else if direct.fares_better_than(probe) {
@@ -567,6 +572,17 @@ fn answered(probe: &Probe) -> bool {
 /// It ended, and not well.
 fn failed(probe: &Probe) -> bool {
     matches!(probe.outcome, Outcome::Failed { .. } | Outcome::Cut { .. })
+}
+
+/// It came to nothing for want of an engine.
+fn lacks_engines(probe: &Probe) -> bool {
+    match &probe.outcome {
+        Outcome::Failed { code: Some(code), .. } => {
+            ["no_prefill_engine", "no_decode_engine", "no_capacity"].contains(&code.as_str())
+        }
+        Outcome::Hung { state: Some(state), .. } => ["queue", "held"].contains(&state.as_str()),
+        _ => false,
+    }
 }
 
 /// An engine takes nothing new, as it was told.
