@@ -48,13 +48,16 @@ impl Nodes {
         args.extend(["--reset-values", "--wait", "--timeout=4m"]);
         args.extend(flags);
         let output = outcome(&mut self.helm_command(&args), "");
-        assert!(
-            output.status.success(),
-            "{}\n{}\n{}",
-            String::from_utf8_lossy(&output.stderr),
-            // what it waited for in vain
-            self.kubectl(&["get", "pods", "--all-namespaces", "--output=wide"], ""),
-            self.kubectl(&["get", "events", "--namespace", NAMESPACE], "")
+        if output.status.success() {
+            return;
+        }
+        eprintln!("{}", String::from_utf8_lossy(&output.stderr));
+        // what it waited for in vain
+        eprintln!(
+            "{}",
+            self.kubectl(&["get", "pods", "--all-namespaces", "--output=wide"], "")
         );
+        eprintln!("{}", self.kubectl(&["get", "events", "--namespace", NAMESPACE], ""));
+        panic!("helm {}: {}", args.join(" "), output.status);
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tandem_e2e::planting::{Door, SETTLE, completion};
+use tandem_e2e::planting::{Door, completion};
 use tandem_e2e::process::Process;
 use tandem_e2e::stack::{Engine, Faults, Router};
 use tandem_e2e::{eventually, free_port, probe, salted_text};
@@ -30,6 +30,8 @@ const PATIENT: &[&str] = &[
 pub const LAYERS: u32 = 2;
 /// Clients that ask all the time.
 const CLIENTS: u64 = 8;
+/// For everything to be let go, on a busy machine.
+pub const SETTLE: Duration = Duration::from_mins(1);
 
 /// The engines.
 pub struct Rig {
@@ -115,6 +117,7 @@ impl Rig {
             admin,
             token: TOKEN.to_owned(),
             key: KEY.to_owned(),
+            limit: SETTLE,
         };
         let mut front = Front {
             router,

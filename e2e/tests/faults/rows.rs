@@ -2,11 +2,11 @@
 
 use tandem_crds::Role;
 use tandem_e2e::eventually;
-use tandem_e2e::planting::{Door, SETTLE, Site};
+use tandem_e2e::planting::{Door, Site};
 use tandem_e2e::stack::Faults;
 use tandem_faults::rows::Row;
 
-use crate::rig::{Front, Rig};
+use crate::rig::{Front, Rig, SETTLE};
 
 /// A router before the engines.
 pub struct Machine<'a> {

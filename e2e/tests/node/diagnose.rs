@@ -134,6 +134,7 @@ impl Scene {
                 admin: admin.address.clone(),
                 token: secret,
                 key: "none".to_owned(),
+                limit: LIMIT,
             },
             _admin: admin,
             faults: faults.try_into().expect("one for each role"),
@@ -283,6 +284,7 @@ fn a_fault_that_was_planted_in_the_cluster_is_found_elsewhere_or_by_who_may_not_
             Ok("all") => Row::ALL.to_vec(),
             Ok(part) => Row::ALL.into_iter().filter(|row| row.name().contains(part)).collect(),
         };
+        assert!(!rows.is_empty(), "TANDEM_TEST_ROWS names no row");
         let mut wrong = String::new();
         for row in rows {
             let proxy = ProxyPod::start(&scene.stage, of_proxy(row)).await;

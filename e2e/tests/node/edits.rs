@@ -152,7 +152,9 @@ fn a_request_is_lost_while_a_new_engine_loads_for_long() {
             own.as_secs_f64(),
             requests.len()
         );
-        assert!(own < load_time / 2, "the change is slow beside the model");
+        // of the 20 s of every day
+        let much = load_time.min(Duration::from_secs(20)) / 2;
+        assert!(own < much, "the change is slow beside the model");
         stage.remove().await;
     });
 }
