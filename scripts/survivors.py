@@ -29,13 +29,16 @@ def main() -> int:
             by_summary.setdefault(outcome["summary"], []).append(outcome["scenario"]["Mutant"]["name"])
     survivors = sorted(by_summary.get("MissedMutant", []))
     # one that makes a test hang is found by its time limit
-    killed = len(by_summary.get("CaughtMutant", [])) + len(by_summary.get("Timeout", []))
+    hung = sorted(by_summary.get("Timeout", []))
+    killed = len(by_summary.get("CaughtMutant", [])) + len(hung)
+    for one in hung:
+        print(f"hangs: {one}")
     for survivor in survivors:
         print(f"survives: {survivor}: {reasons.get(named(survivor), 'NOT EXPLAINED')}")
     unexplained = [survivor for survivor in survivors if named(survivor) not in reasons]
     rate = killed / max(killed + len(survivors), 1)
     unviable = len(by_summary.get("Unviable", []))
-    print(f"{killed} of {killed + len(survivors)} mutants killed, {rate:.1%} (at least {LEAST:.0%}); {unviable} do not compile")
+    print(f"{killed} of {killed + len(survivors)} mutants killed, {rate:.1%} (at least {LEAST:.0%}), {len(hung)} of them by a test that hung; {unviable} do not compile")
     print(f"{len(survivors)} survive, {len(unexplained)} of them not explained")
     return 0 if killed and rate >= LEAST else 1
 

@@ -2,9 +2,9 @@
 
 usage: python3 scripts/test.py [--long] [--tier NAME]
 
-`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator, fuzzing, real
-nodes), in place of it; `--tier` runs one tier of either. A tier that this machine cannot run is named and counts as one skipped test; under CI=true whatever is skipped is
-a failure. The closing line is also written to target/test-summary, for .ci/run.
+`--long` runs what does not fit into the everyday suite (soaks, numerics beside llama.cpp, a public load generator, fuzzing, mutants
+of the planner, real nodes), in place of it; `--tier` runs one tier of either. A tier that this machine cannot run is named and counts
+as one skipped test; under CI=true whatever is skipped is a failure. The closing line is also written to target/test-summary, for .ci/run.
 """
 
 import argparse
@@ -109,7 +109,7 @@ LONG = [
     Tier("schemas", ["sh", "-c", f"export TANDEM_TEST_SCHEMAS=200; {PYTEST_OF} e2e/python/test_json_schema.py"], 30),
     BUILD_OF_FAULTS,
     Tier("all on nodes", on_nodes(TANDEM_TEST_LOAD_SECONDS="100", TANDEM_TEST_ROWS="all"), 90, lacks=lacks_nodes, faults=True),
-    # with Kubernetes' own timers
+    # lost when Kubernetes by itself takes a node for lost
     Tier("nodes lost", on_nodes("lost_with_the_only", TANDEM_TEST_GRACE_SECONDS="50"), 60, lacks=lacks_nodes, faults=True),
     Tier("numerics", ["python3", "bench/run.py", "numerics"], 60, counts=False),
     Tier("load generator", ["python3", "bench/run.py", "load"], 30, counts=False),

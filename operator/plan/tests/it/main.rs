@@ -7,6 +7,7 @@ mod health;
 mod invariants;
 mod page;
 mod properties;
+mod revisions;
 mod sim;
 mod steps;
 
@@ -382,7 +383,7 @@ fn a_pod_that_has_ended_for_good_is_waited_for_until_the_deadline() {
 }
 
 #[test]
-fn a_change_fails_by_an_old_pod_that_ends_or_by_a_new_one_that_was_told_to() {
+fn a_change_fails_by_a_new_pod_that_ends_for_good_unless_it_was_told_to() {
     let mut sim = settled(spec());
     sim.edit(|spec| spec.decode.parallelism.tensor = 2);
     sim.reconcile(usize::MAX);
@@ -637,7 +638,7 @@ fn a_restart_that_is_done_is_not_done_again_by_an_edit_that_cuts_another_off() {
 }
 
 #[test]
-fn a_restart_of_one_role_that_is_cut_off_restarts_another() {
+fn a_restart_of_one_role_that_is_cut_off_restarts_no_other() {
     let mut sim = settled(spec());
     sim.edit(|spec| spec.restart.token = "one".into());
     assert!(sim.rest(300), "{:#?}", sim.status);

@@ -328,6 +328,7 @@ fn asked(sim: &Sim, role: Role) -> i32 {
     of_it.map_or(0, |intent| intent.replicas)
 }
 
+// The API takes both roles to zero or none; the planner leaves that to it.
 #[test]
 fn a_role_that_goes_to_zero_is_quiesced_once() {
     let mut start = spec();
