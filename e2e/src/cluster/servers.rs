@@ -165,6 +165,9 @@ impl Servers {
             file("audit-log-path", &self.audit_log()),
             // One file, however long the test.
             "--audit-log-maxsize=4096".into(),
+            // A pod that says nothing of it leaves a lost node as soon as that is known to be lost; Tandem's pods say it.
+            "--default-not-ready-toleration-seconds=1".into(),
+            "--default-unreachable-toleration-seconds=1".into(),
         ]
     }
 
