@@ -1,6 +1,6 @@
 #!/bin/sh
 # Changes the planner in every way that cargo-mutants knows, one at a time, and looks whether a test of the planner fails:
-#   scripts/mutants.sh [further options of cargo-mutants]
+#   [MUTANTS_JOBS=2] scripts/mutants.sh [further options of cargo-mutants]
 # Prints the kill rate and each survivor, with why it does where operator/plan/survivors.txt says it; fails when the rate is below 90 %.
 # cargo-mutants is installed once, outside of the clone; results are in target/mutants.out.
 set -eu

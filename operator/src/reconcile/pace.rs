@@ -28,9 +28,13 @@ pub(super) struct Pace {
     pub answers: Duration,
 }
 
+/// A change that waits for a person.
+pub(super) fn stands(rollout: &RolloutStatus) -> bool {
+    rollout.direction == Direction::Held || rollout.stopped_at.is_some()
+}
+
 impl Pace {
     pub fn of(status: &PDDeploymentStatus, now: Timestamp) -> Self {
-        let stands = |rollout: &RolloutStatus| rollout.direction == Direction::Held || rollout.stopped_at.is_some();
         let (again, answers) = match &status.rollout {
             _ if status.step == Step::Delete => (BRISK, FRESH),
             Some(rollout) if stands(rollout) => (SETTLED, FRESH),

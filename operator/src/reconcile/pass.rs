@@ -4,14 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tandem_crds::status::{Direction, RolloutStatus};
 use tandem_crds::{PDDeployment, PDDeploymentStatus};
 use tandem_plan::{Input, Plan, plan};
 use tokio::time::Instant;
 
 use super::carry::Carry;
 use super::observe::Observed;
-use super::pace::{Pace, WAITING};
+use super::pace::{Pace, WAITING, stands};
 use super::{CONFLICTS, Ended, Memory, PassError, Reconciler};
 use crate::cluster::cache::Key;
 use crate::cluster::events::transitions;
@@ -133,7 +132,6 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         return changed();
     }
     let at = Instant::now();
-    let moves = |rollout: &RolloutStatus| rollout.direction != Direction::Held && rollout.stopped_at.is_none();
     let soon = at
         + if observed.has_processes {
             Pace::of(&plan.status, now).again
@@ -150,7 +148,7 @@ fn ended(plan: &Plan, observed: &Observed, has_changed: bool, now: Timestamp, me
         None => looks.then_some(soon),
     };
     Ended {
-        result: if plan.status.rollout.as_ref().is_some_and(moves) {
+        result: if plan.status.rollout.as_ref().is_some_and(|rollout| !stands(rollout)) {
             PassResult::Waiting
         } else {
             PassResult::Settled
