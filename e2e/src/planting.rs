@@ -4,7 +4,6 @@
 
 use std::any::Any;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -12,7 +11,7 @@ use tandem_crds::Role;
 use tandem_faults::rows::Row;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::proxy::{Plant, Proxy};
+use crate::proxy::{Doorway, Plant};
 use crate::stack::{Faults, MODEL};
 use crate::visitor::{KeptAlive, not_reading};
 use crate::{eventually, probe, salted_text};
@@ -99,30 +98,6 @@ impl Door {
             }
             .await;
         }))
-    }
-}
-
-/// A proxy before the router, with the fault that it was started with.
-pub trait Doorway {
-    /// Where its clients connect to.
-    fn url(&self) -> String;
-    /// What its certificate is checked with.
-    fn ca(&self) -> PathBuf;
-    /// Waits until its fault has struck so often.
-    async fn struck(&self, times: usize);
-}
-
-impl Doorway for Proxy {
-    fn url(&self) -> String {
-        self.url()
-    }
-
-    fn ca(&self) -> PathBuf {
-        self.ca()
-    }
-
-    async fn struck(&self, times: usize) {
-        self.struck(times).await;
     }
 }
 

@@ -86,6 +86,17 @@ pub struct Proxy {
     dir: tempfile::TempDir,
 }
 
+/// A proxy before the router, with the fault that it was started with.
+#[expect(async_fn_in_trait, reason = "tests alone call it, each with one kind")]
+pub trait Doorway {
+    /// Where its clients connect to.
+    fn url(&self) -> String;
+    /// What its certificate is checked with.
+    fn ca(&self) -> PathBuf;
+    /// Waits until its fault has struck so often.
+    async fn struck(&self, times: usize);
+}
+
 impl Proxy {
     /// Starts one in front of `upstream`.
     pub async fn start(upstream: SocketAddr, plant: Plant) -> Self {
@@ -104,19 +115,18 @@ impl Proxy {
         .await;
         Self { process, addr, dir }
     }
+}
 
-    /// The base of its URLs.
-    pub fn url(&self) -> String {
+impl Doorway for Proxy {
+    fn url(&self) -> String {
         format!("https://{}", self.addr)
     }
 
-    /// Who signed its certificate.
-    pub fn ca(&self) -> PathBuf {
+    fn ca(&self) -> PathBuf {
         self.dir.path().join("ca.pem")
     }
 
-    /// Waits until its fault has struck so many times.
-    pub async fn struck(&self, times: usize) {
+    async fn struck(&self, times: usize) {
         eventually(
             &format!("the fault strikes {times} times"),
             Duration::from_mins(1),

@@ -7,8 +7,7 @@ use serde_json::{Value, json};
 use super::serving::{STAGE, Stage};
 use super::{Forward, LIMIT};
 use crate::cluster::api::{Api, path};
-use crate::planting::Doorway;
-use crate::proxy::Plant;
+use crate::proxy::{Doorway, Plant};
 use crate::{bin_dir, eventually};
 
 /// A running proxy pod. Its namespace has one at a time.
@@ -93,26 +92,6 @@ impl ProxyPod {
         }
     }
 
-    /// The base of its URLs, from this machine.
-    pub fn url(&self) -> String {
-        format!("https://{}", self.forward.address)
-    }
-
-    /// Who signed its certificate.
-    pub fn ca(&self) -> PathBuf {
-        self.folder.path().join("ca.pem")
-    }
-
-    /// Waits until its fault has struck so many times.
-    pub async fn struck(&self, times: usize) {
-        eventually(&format!("the fault strikes {times} times"), LIMIT, async || {
-            let log = log(self.nodes, &self.namespace)?;
-            let struck = log.lines().filter(|line| line.starts_with("struck")).count();
-            if struck >= times { Ok(()) } else { Err(log) }
-        })
-        .await;
-    }
-
     /// Ends it.
     pub async fn remove(self) {
         self.pods.delete(NAME, &json!({})).await.expect("a deletion");
@@ -133,14 +112,19 @@ fn log(nodes: &super::Nodes, namespace: &str) -> Result<String, String> {
 
 impl Doorway for ProxyPod {
     fn url(&self) -> String {
-        self.url()
+        format!("https://{}", self.forward.address)
     }
 
     fn ca(&self) -> PathBuf {
-        self.ca()
+        self.folder.path().join("ca.pem")
     }
 
     async fn struck(&self, times: usize) {
-        self.struck(times).await;
+        eventually(&format!("the fault strikes {times} times"), LIMIT, async || {
+            let log = log(self.nodes, &self.namespace)?;
+            let struck = log.lines().filter(|line| line.starts_with("struck")).count();
+            if struck >= times { Ok(()) } else { Err(log) }
+        })
+        .await;
     }
 }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use tandem_e2e::bin;
 use tandem_e2e::planting::list;
-use tandem_e2e::proxy::{Plant, Proxy};
+use tandem_e2e::proxy::{Doorway, Plant, Proxy};
 use tandem_e2e::stack::MODEL;
 use tokio::process::Command;
 

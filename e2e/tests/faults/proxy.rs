@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde_json::json;
-use tandem_e2e::proxy::{Plant, Proxy};
+use tandem_e2e::proxy::{Doorway, Plant, Proxy};
 use tandem_e2e::visitor::KeptAlive;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;

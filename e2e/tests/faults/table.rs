@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tandem_e2e::bin;
 use tandem_e2e::planting::{MARK, STUCK, clear, list, of_proxy, plant};
-use tandem_e2e::proxy::Proxy;
+use tandem_e2e::proxy::{Doorway, Proxy};
 use tandem_e2e::stack::MODEL;
 use tandem_faults::rows::Row;
 use tokio::process::Command;

@@ -12,6 +12,7 @@ use tandem_e2e::node::proxy::ProxyPod;
 use tandem_e2e::node::serving::{NAME, Stage};
 use tandem_e2e::node::{self, Forward, LIMIT, NODES, Nodes, outcome};
 use tandem_e2e::planting::{Door, MARK, STUCK, Site, clear, list, of_proxy, plant};
+use tandem_e2e::proxy::Doorway;
 use tandem_e2e::stack::Faults;
 use tandem_e2e::{bin, eventually};
 use tandem_faults::rows::Row;

@@ -22,15 +22,22 @@ fn left_over(sim: &mut Sim) {
     sim.world.pods.push(old);
 }
 
-/// Passes while nothing but time moves on, until a change has failed; how many seconds that took.
-fn fails_after(sim: &mut Sim) -> i64 {
+/// Passes while nothing but time moves on; the change fails by `failure` at its gate's timeout, and not later.
+#[track_caller]
+fn assert_fails(sim: &mut Sim, timeout_seconds: i32, failure: &str) {
     let from = sim.now;
     while sim.status.rollout.as_ref().unwrap().direction == Direction::Forward {
         sim.now += 5;
         sim.reconcile(usize::MAX);
         assert!(sim.now - from < 10_000, "{:#?}", sim.status);
     }
-    sim.now - from
+    let (took, timeout) = (sim.now - from, i64::from(timeout_seconds));
+    let rollout = sim.status.rollout.as_ref().unwrap();
+    assert!(
+        (timeout..=timeout + 5).contains(&took),
+        "{took} of {timeout}: {rollout:#?}"
+    );
+    assert!(rollout.failure.contains(failure), "{rollout:#?}");
 }
 
 #[test]
@@ -40,15 +47,8 @@ fn a_probe_that_nobody_answers_fails_at_its_timeout_and_not_later() {
     sim.reconcile(usize::MAX);
     let names: Vec<Gate> = sim.status.gates.iter().map(|record| record.name).collect();
     assert_eq!(names, [Gate::Health, Gate::Probe]);
-    let timeout = i64::from(sim.spec.rollout.gates.probe.timeout_seconds);
-    let took = fails_after(&mut sim);
-    assert!(
-        (timeout..=timeout + 5).contains(&took),
-        "{took} of {timeout}: {:#?}",
-        sim.status.rollout
-    );
-    let failure = &sim.status.rollout.as_ref().unwrap().failure;
-    assert!(failure.contains("gate Probe failed: no answer within"), "{failure}");
+    let timeout = sim.spec.rollout.gates.probe.timeout_seconds;
+    assert_fails(&mut sim, timeout, "gate Probe failed: no answer within");
 }
 
 #[test]
@@ -56,18 +56,8 @@ fn health_that_does_not_come_fails_at_its_timeout_and_not_later() {
     let mut sim = settled(spec());
     at_gates(&mut sim);
     left_over(&mut sim);
-    let timeout = i64::from(sim.spec.rollout.gates.health.timeout_seconds);
-    let took = fails_after(&mut sim);
-    assert!(
-        (timeout..=timeout + 5).contains(&took),
-        "{took} of {timeout}: {:#?}",
-        sim.status.rollout
-    );
-    let failure = &sim.status.rollout.as_ref().unwrap().failure;
-    assert!(
-        failure.contains("gate Health failed: decode pod of-before"),
-        "{failure}"
-    );
+    let timeout = sim.spec.rollout.gates.health.timeout_seconds;
+    assert_fails(&mut sim, timeout, "gate Health failed: decode pod of-before");
 }
 
 #[test]
